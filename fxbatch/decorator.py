@@ -97,6 +97,10 @@ class Autobatched:
         self._lock = threading.Lock()
         self._may_settle = self._always_owned and not options.check and not options.return_exceptions
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes that are pickled by value (a main program's, by Ray) have their decorated methods with them."""
+        return Autobatched, (self.fn, self.options)
+
     def split_owner(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The object that a method is called on, or None, and the other arguments.
 

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
-from types import TracebackType
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import greenlet
 import torch
 
 from fxbatch.decorator import Autobatched, find_autobatched
@@ -35,6 +33,7 @@ from fxbatch.errors import (
     DeadlineError,
     InPlaceError,
     InstanceError,
+    LoopWarning,
     OptionError,
     QueueFullError,
     StoppedError,
@@ -45,17 +44,19 @@ from fxbatch.on_demand import prometheus_parser
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operands import resolve_all
-from fxbatch.runtime.options import Options
-from fxbatch.runtime.packed_route import PackedRoute
+from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
 from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
-from fxbatch.server_stats import Counts, Laps, PhaseTimes, ServerStats
-from fxbatch.trace.minibatch import Execution, Recording
+from fxbatch.server_stats import Counts, ServerStats
+from fxbatch.trace.minibatch import Statistics
 from fxbatch.trace.ongoing import OngoingRecording
 from fxbatch.trace.places import versions_now, written_to
 
 _FOREVER = float("inf")
+_MOST_BEGUN = 8  # times that a request begins anew as the model is changed, before that is its error
+_GAPS = 32  # arrivals that say how fast requests come
+_LONGEST_GAP = 4  # a gap between two counts as so many max_wait at most
 
 
 class _ReplacedError(InPlaceError):
@@ -66,6 +67,7 @@ class _OngoingRun(Run):
     """A run of a server: its kernels are timed, and all phases of a recording read the same parameters."""
 
     places: dict[tuple[int, str], int]  # where each parameter and buffer lay when it was first read
+    counts: Counts
 
     def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
         """See Run. _ReplacedError where a parameter or buffer is another than the one that was read before."""
@@ -79,39 +81,14 @@ class _OngoingRun(Run):
         return super().plan_phase(program, schedule, last=last)
 
     def launch(self, phase: Phase) -> None:
-        assert isinstance(self.planner, ServerEngine)
-        self.planner.laps.lap("planning")
+        self.counts.lap("planning")
         super().launch(phase)
-        self.planner.laps.lap("kernels")
+        self.counts.lap("kernels")
 
-
-class ServerEngine(Engine):
-    """The engine of a server: it knows whether instances wait, and what the parts of a phase take."""
-
-    waits = False  # whether an instance has waited for a value
-
-    def __init__(self, options: Options, root: torch.nn.Module | None, forward: Callable[..., Any]) -> None:
-        super().__init__(options, root)
-        self.table.forward = forward
-        self.packed = PackedRoute(replace(options, return_exceptions=False), root, self.queue.may_build)
-        self.laps = Laps()
-
-    def execution(self, before: Execution | None = None) -> Any:
-        """The state of a new minibatch, or of a recording that goes on. before: the state until now, whose parameters
-        this one reads."""
-        run = super().execution()
-        if type(run) is not Run:
-            return run
-        ongoing = _OngoingRun(self, grad=False)
-        ongoing.table, ongoing.places = self.table, {}
-        if isinstance(before, _OngoingRun):
-            ongoing.operands, ongoing.places = before.operands, before.places
-        return ongoing
-
-    def record(self, *args: Any, **kwargs: Any) -> Recording:
-        recording = super().record(*args, **kwargs)
-        self.waits = self.waits or recording.statistics.suspensions > 0
-        return recording
+    def real(self, results: list[object]) -> list[object]:
+        """See OngoingExecution."""
+        with torch.inference_mode():
+            return separate(Results(results), lambda ids: ids, lambda ids: [*map(self.rows, ids)])
 
 
 @dataclass(slots=True, eq=False)
@@ -120,22 +97,23 @@ class _Request:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    future: Future[Any]
     arrived: float
     deadline: float = _FOREVER
     change: Callable[[], Any] | None = None
+    begun: int = 0  # times that it has begun anew
+    phase: int = 0  # when it has begun
+    apart: object = None  # others join it only where theirs is the same
+    future: Future[Any] = field(default_factory=Future)
 
     def settle(self, result: Any) -> bool:
         """Hand over a result, or an exception; whether anybody waits for it."""
-        try:
-            if not self.future.set_running_or_notify_cancel():
-                return False
-        except InvalidStateError:
+        if not self.future.set_running_or_notify_cancel():
             return False
-        if isinstance(result, BaseException):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a callback, others are logged
+            if isinstance(result, BaseException):
+                self.future.set_exception(_ended(result))
+            else:
+                self.future.set_result(result)
         return True
 
     def is_over(self, now: float) -> bool:
@@ -166,46 +144,51 @@ class Server:
     """
 
     def __init__(self, target: Any, *, max_batch: int, max_wait: float, max_queue: int) -> None:
-        found, owner = find_autobatched(target)
+        found, self.owner = find_autobatched(target)
         if found.options.mode != "looped":
             raise OptionError(
                 f"live batches run programs step by step: mode={found.options.mode!r} makes a module"
             )
-        for name, value, least in (("max_batch", max_batch, 1), ("max_queue", max_queue, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise OptionError(f"{name}={value!r}: takes a whole number from {least} on")
+        for name, value in (("max_batch", max_batch), ("max_queue", max_queue)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r}: takes a whole number from 1 on")
         if not isinstance(max_wait, (int, float)) or not 0 <= max_wait < _FOREVER:
             raise OptionError(f"max_wait={max_wait!r}: takes seconds, from 0 on")
         self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
-        self.owner = owner
         self.decorated = Autobatched(found.fn, replace(found.options, out="list", return_exceptions=True))
-        root = owner if isinstance(owner, torch.nn.Module) else None
-        self.engine = ServerEngine(self.decorated.options, root, found.fn)
-        self._always_loops = found.options.adaptive == "loop"
-        self._counts = Counts()
+        root = self.owner if isinstance(self.owner, torch.nn.Module) else None
+        self._counts, self._waits = Counts(), Statistics(0)
+        self.engine = Engine(self.decorated.options, root)
+        self.engine.table.forward = found.fn
+        self.engine.packed = PackedRoute(
+            replace(self.decorated.options, return_exceptions=False), root, self.engine.queue.may_build
+        )
+        self._ready = threading.Condition()  # holds what follows
         self._queue: deque[_Request] = deque()
-        self._ready = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._stopping = self._drains = False
+        self._open = self._drains = False
         self._earliest = _FOREVER  # no deadline is before it
         self._cancelled = False  # whether some request may have been cancelled
+        self._arrived, self._gap = 0.0, 0.0  # the last arrival, and a mean of what lies between two
         # Of the thread that computes
-        self._running: dict[int, _Request] = {}  # by slot
-        self._free = self._all_slots()
         self._recording: OngoingRecording | None = None
-        self._lines: dict[str, int] = {}  # of the user's code, that waited
+        self._why_loop = ""
+        self._suspicious = 0  # phases after which those that were parted may run with others
 
     # -- beginning and end ----------------------------------------------------------------------------
 
     def start(self) -> Server:
         """Take requests from here on, in a thread of its own. Returns the server."""
-        with self._ready:
-            if self._thread is not None:
-                return self
-            self._stopping = False
-            self._thread = threading.Thread(target=self._serve, name="fxbatch live", daemon=True)
-            self._thread.start()
-        atexit.register(_stop_at_exit, weakref.ref(self))
+        while not self._open:
+            before = self._thread
+            if before is not None:
+                before.join()  # it was stopped
+            with self._ready:
+                if self._thread is before:
+                    self._thread = threading.Thread(target=self._serve, name="fxbatch live", daemon=True)
+                    self._open = True
+                    self._thread.start()
+                    atexit.register(self.stop, drain=False)
         return self
 
     def stop(self, drain: bool = True) -> None:
@@ -214,27 +197,23 @@ class Server:
         drain: let them come to their end; False: they are cancelled.
         """
         with self._ready:
-            thread = self._thread
-            self._stopping, self._drains = True, drain
+            self._open, self._drains = False, drain
             self._ready.notify_all()
+        atexit.unregister(self.stop)
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-            self._thread = None
 
     def __enter__(self) -> Server:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.stop(drain=error is None)
 
     async def __aenter__(self) -> Server:
         return self.start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         await asyncio.to_thread(self.stop, error is None)
 
     # -- asking ---------------------------------------------------------------------------------------
@@ -250,8 +229,7 @@ class Server:
             StoppedError: the server is not running.
         """
         now = time.perf_counter()
-        deadline = _FOREVER if timeout is None else now + timeout
-        return self._put(_Request(args, kwargs, Future(), now, deadline))
+        return self._put(_Request(args, kwargs, now, _FOREVER if timeout is None else now + timeout))
 
     async def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """The result of the forward for one instance, whose arguments these are. From any event loop. See `submit`."""
@@ -263,31 +241,34 @@ class Server:
         It is called when all requests before it have ended, and before any after it begins: each request is answered
         by one model.
         """
-        return self._put(_Request((), {}, Future(), time.perf_counter(), change=change))
+        return self._put(_Request((), {}, time.perf_counter(), change=change, apart=object()))
 
     def _put(self, request: _Request) -> Future[Any]:
         with self._ready:
-            if self._thread is None or self._stopping:
+            if not self._open:
                 raise StoppedError(
                     "the server is not running: start() it, or use it in `with` or `async with`"
                 )
+            waiting = len(self._queue) + 1
             if request.change is None:
-                if len(self._queue) >= self.max_queue:
+                if waiting > self.max_queue:
                     self._counts.of["refused"] += 1
-                    raise QueueFullError(
-                        f"{len(self._queue)} requests are waiting, as many as max_queue allows"
-                    )
+                    raise QueueFullError(f"{waiting - 1} requests are waiting, as many as max_queue allows")
                 self._counts.of["requests"] += 1
+                gap = min(request.arrived - self._arrived, _LONGEST_GAP * self.max_wait)
+                self._arrived, self._gap = request.arrived, self._gap + (gap - self._gap) / _GAPS
             self._queue.append(request)
-            self._earliest = min(self._earliest, request.deadline)
-            if len(self._queue) == 1 or len(self._queue) >= self.max_batch or request.change is not None:
+            is_first, self._earliest = (
+                request.deadline < self._earliest,
+                min(self._earliest, request.deadline),
+            )
+            if is_first or waiting == 1 or waiting >= self.max_batch or request.change:
                 self._ready.notify_all()  # not for each: to wake the thread that waits for more costs as much as a step
         request.future.add_done_callback(self._note_cancelled)
         return request.future
 
     def _note_cancelled(self, future: Future[Any]) -> None:
-        if future.cancelled():
-            self._cancelled = True
+        self._cancelled = self._cancelled or future.cancelled()
 
     # -- what is known --------------------------------------------------------------------------------
 
@@ -301,86 +282,101 @@ class Server:
 
     def explain(self) -> str:
         """How requests are served, why, and the last phases."""
-        with torch.no_grad():
-            reason = self.engine.refusals.reason(training=self.engine.training)
-        if self._always_loops or reason:
-            how = f"one at a time, by the plain loop: {reason or 'adaptive=' + repr('loop')}"
-        elif self.engine.waits:
+        how = f"in minibatches of what comes within {self.max_wait:g} s, of up to {self.max_batch}"
+        if self._why_loop:
+            how = f"one at a time, by the plain loop: {self._why_loop}"
+        elif self._waits.suspensions:
             how = f"as they come: a request joins at the next phase; up to {self.max_batch} at a time"
-        else:
-            how = f"in minibatches of what comes within {self.max_wait:g} s, of up to {self.max_batch}"
         stats = self.stats()
         lines = [
             f"{self.decorated.name} serves requests {how}",
             f"{stats.done} done, {stats.running} running, {stats.waiting} waiting; {stats.mean_batch:.1f} requests a "
             f"batch; latency {1e3 * stats.latency(0.5):.1f} ms (half), {1e3 * stats.latency(0.99):.1f} ms (99 %)",
         ]
-        if self._lines:
-            asked = sorted(self._lines.items(), key=lambda x: -x[1])[:4]
+        asked = Counter(self._waits.lines).most_common(4)
+        if asked:
             lines.append("waits for values: " + ", ".join(f"{line} ({n} times)" for line, n in asked))
         return "\n".join([*lines, *self._counts.table()])
 
     # -- the thread that computes ---------------------------------------------------------------------
 
+    @property
+    def _running(self) -> dict[int, _Request]:
+        recording = self._recording
+        return {} if recording is None else recording.tickets
+
     def _serve(self) -> None:
         error: BaseException = StoppedError("the server was stopped")
-        try:
-            with torch.no_grad():
+        with torch.no_grad():
+            try:
                 while (requests := self._take()) is not None:
                     self._step(requests)
-        except BaseException as mistake:
-            error = mistake
-            raise
-        finally:
-            self._end_all(error)
+            except BaseException as mistake:
+                error = mistake
+                raise
+            finally:
+                self._end_all(error)
 
     def _end_all(self, error: BaseException) -> None:
         """Nothing runs any more: what is left is cancelled, or has this error where it is no end that was asked for."""
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.fail()
         with self._ready:
-            left = [*self._running.values(), *self._queue]
-            self._running.clear()
+            self._open, left = False, [*self._running.values(), *self._queue]
             self._queue.clear()
-            self._stopping = True
-        self._free = self._all_slots()
-        for request in left:
-            if isinstance(error, StoppedError):
-                request.future.cancel()
-            self._answer(request, error)
+        try:
+            if self._recording is not None:
+                self._recording.fail()
+        finally:
+            self._recording = None
+            for request in left:
+                if isinstance(error, StoppedError):
+                    request.future.cancel()
+                self._answer(request, error)
 
     def _take(self) -> list[_Request] | None:
-        """The requests that begin now; None where the server is to end. Waits where nothing runs."""
+        """The requests that begin now; None where the server is to end. Waits where nothing is to be done."""
         with self._ready:
-            if not self._running:
-                self._wait()
-            if self._stopping and not (self._drains and (self._queue or self._running)):
+            while (seconds := self._seconds_to_wait()) > 0:
+                self._ready.wait(None if seconds == _FOREVER else seconds)
+            if not self._open and not (self._drains and (self._queue or self._recording is not None)):
                 return None
-            over = self._drop()
-            begin: list[_Request] = []
-            room = (1 if self._loops else self.max_batch) - len(self._running)
-            while self._queue and len(begin) < room:
-                if self._queue[0].change is not None and (self._running or begin):
+            over, begin = self._drop(), list[_Request]()
+            room = (1 if self._why_loop else self.max_batch) - len(self._running)
+            apart = next((x.apart for x in self._running.values() if x.apart), None)
+            while (
+                self._queue and len(begin) < room and self._queue[0].apart is (apart or self._queue[0].apart)
+            ):
+                if self._queue[0].change and (self._running or begin):
                     break
+                apart = self._queue[0].apart
                 begin.append(self._queue.popleft())
-                if begin[0].change is not None:
-                    break
         for request in over:
             self._answer(request, DeadlineError("the timeout of this request is over"))
         return begin
 
-    def _wait(self) -> None:
-        """Wait for a request, and then for those that are to run with it."""
-        while not self._queue and not self._stopping:
-            self._ready.wait()
-        if self.engine.waits or self._loops:
-            return
-        while not self._stopping and self._queue and len(self._queue) < self.max_batch:
-            left = self._queue[0].arrived + self.max_wait - time.perf_counter()
-            if left <= 0 or self._queue[0].change is not None:
-                return
-            self._ready.wait(left)
+    def _seconds_to_wait(self) -> float:
+        """How long there is nothing to do, unless something comes."""
+        if self._recording is not None or not self._open or self._cancelled:
+            return 0.0
+        if not self._queue:
+            return _FOREVER
+        self._why_loop = self._reason_for_the_loop()
+        first, waits = self._queue[0], self._waits.suspensions > 0
+        if (
+            waits
+            or self._why_loop
+            or first.change
+            or self._gap > self.max_wait
+            or len(self._queue) >= self.max_batch
+        ):
+            return 0.0
+        return min(first.arrived + self.max_wait, self._earliest) - time.perf_counter()
+
+    def _reason_for_the_loop(self) -> str:
+        """Why the plain loop serves requests, one at a time; "" where it doesn't."""
+        engine = self.engine
+        if engine.options.adaptive == "loop":
+            return "adaptive='loop'"
+        return (surroundings() or engine.refusals.reason(training=engine.training)) if engine.may_loop else ""
 
     def _drop(self) -> list[_Request]:
         """Take out requests that were cancelled, and those whose time is up."""
@@ -391,37 +387,26 @@ class Server:
         over = [request for request in self._queue if request.is_over(now)]
         for request in over:
             self._queue.remove(request)
-        for slot, request in list(self._running.items()):
-            if request.is_over(now):
-                assert self._recording is not None
-                self._recording.end(slot)
-                over.append(self._leave(slot))
+        ended = [slot for slot, request in self._running.items() if request.is_over(now)]
+        if self._recording is not None:
+            over += map(self._recording.end, ended)
         self._earliest = min((r.deadline for r in (*self._queue, *self._running.values())), default=_FOREVER)
         return over
 
-    @property
-    def _loops(self) -> bool:
-        """Whether the plain loop serves requests, one at a time."""
-        if self._always_loops:
-            return True
-        return bool(self.engine.may_loop and self.engine.refusals.reason(training=self.engine.training))
-
     def _step(self, requests: list[_Request]) -> None:
         """Begin these requests, and run one phase, or one minibatch."""
-        if requests and requests[0].change is not None:
+        self._counts.begin()
+        if requests and requests[0].change:
             self._change(requests[0], requests[0].change)
-        elif self._recording is None and self._loops:
-            if reason := self.engine.refusals.reason(training=self.engine.training):
-                self.decorated.say_loop_runs(self.engine, reason)
+        elif requests and self._why_loop:
+            self._say_loop_runs(self._why_loop)
             for request in requests:
                 self._alone(request)
-        elif self._recording is None and not self.engine.waits:
-            self._minibatch(requests)
-        elif self._recording is not None or requests:
+        elif requests or self._recording is not None:
             try:
                 self._phase(requests)
             except Exception as error:  # noqa: BLE001 - each request begins anew, or has it
-                self._begin_anew(error)
+                self._begin_anew(error, requests)
 
     def _change(self, request: _Request, change: Callable[[], Any]) -> None:
         try:
@@ -430,174 +415,152 @@ class Server:
         except Exception as error:  # noqa: BLE001 - it is the caller's
             request.settle(error)
 
-    # -- forwards that don't wait ---------------------------------------------------------------------
+    def _arguments(self, request: _Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (request.args if self.owner is None else (self.owner, *request.args)), request.kwargs
 
-    def _minibatch(self, requests: list[_Request]) -> None:
-        """Run requests together to their end."""
-        laps = self.engine.laps.begin()
-        instances = [(self._arguments(r), r.kwargs) for r in requests]
-        try:
-            results: list[Any] = self.decorated.run(self.engine, self.owner, instances)
-        except TraceError as error:
-            results = [error] * len(requests)
-        except Exception:  # noqa: BLE001 - it belongs to one of them
-            results = [self._by_the_loop(request) for request in requests]
-        laps.lap("python")
-        for request, result in zip(requests, results, strict=True):
-            self._answer(request, result)
-        n = len(requests)
-        self._counts.phase(PhaseTimes(n, n, n, 0, **laps.end("results")))
+    # -- one at a time ----------------------------------------------------------------------------------
 
     def _alone(self, request: _Request) -> None:
         """Serve a request by the plain loop."""
-        self._answer(request, self._by_the_loop(request))
-
-    def _by_the_loop(self, request: _Request) -> Any:
-        """What the plain loop gives for a request, or raises."""
-        self._counts.of["looped"] += 1
         try:
-            return self.decorated.loop([(self._arguments(request), request.kwargs)])[0]
+            with torch.inference_mode():
+                result = self.decorated.loop([self._arguments(request)])[0]
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
-            return _ended(error)
+            result = error
+        self._counts.of["looped"] += 1
+        self._answer(request, result)
+        self._counts.lap("whole")
+        self._counts.end(1, joined=1, left=1, calls=0)
 
-    # -- forwards that wait ---------------------------------------------------------------------------
+    def _say_loop_runs(self, reason: str, besides: str = "") -> None:
+        if self.engine.options.adaptive != "loop":
+            with contextlib.suppress(LoopWarning):  # as an error it would end the server
+                self.decorated.say_loop_runs(self.engine, reason, besides)
+
+    # -- together ---------------------------------------------------------------------------------------
 
     def _phase(self, requests: list[_Request]) -> None:
         """Let these requests join those that run, and run one phase."""
-        laps = self.engine.laps.begin()
-        recording = self._recording = self._recording or self._new_recording()
-        before = len(self._running)
-        self._deliver([slot for slot in recording.done if not self._has_values(slot)])
+        if self._recording is None:
+            if not self._waits.suspensions and self._packed(requests):
+                return
+            self._recording = self._new_recording()
+        recording, counts = self._recording, self._counts
         for request in requests:
-            slot = self._free.pop()
-            self._running[slot] = request
-            recording.begin(slot, self._arguments(request), request.kwargs)
+            request.phase = counts.of["phases"]
+            recording.begin(request, *self._arguments(request))
         recording.start()
-        took_part, calls = len(self._running), recording.recorder.pending
-        laps.lap("python")
+        took_part, calls = len(recording.tickets), recording.recorder.pending
+        counts.lap("python")
         if recording.parked:
-            recording.advance(lambda: self._deliver(recording.done))
+            recording.run()
+            self._deliver(recording.take())
+            recording.go_on()
+            counts.lap("python")
+            self._deliver(recording.take())
+            for request in recording.tickets.values():
+                if counts.of["phases"] - request.phase > self._suspicious:
+                    request.apart = None
         else:
-            self._close()
-        seconds, left = laps.end("python"), before + len(requests) - len(self._running)
+            tickets, closed = recording.close()
+            with torch.inference_mode():
+                results = self.engine.finish(recording.execution, closed, "list")
+            recording.recorder.refuse_written_operands()
+            self._recording = None
+            self._deliver(zip(tickets, results, strict=True))
         if took_part:
-            self._counts.phase(PhaseTimes(took_part, len(requests), left, calls, **seconds))
+            counts.end(took_part, joined=len(requests), left=took_part - len(self._running), calls=calls)
+
+    def _packed(self, requests: list[_Request]) -> bool:
+        """Run requests as one packed graph, where their forward can be; whether it could."""
+        with torch.inference_mode():
+            instances = [self._arguments(request) for request in requests]
+            results: Any = self.engine.packed.call(self.decorated.fn, instances, "list")
+        if results is not NOT_PACKED:
+            self._counts.lap("whole")
+            self._deliver(zip(requests, results, strict=True))
+            self._counts.end(len(requests), joined=len(requests), left=len(requests), calls=0)
+        return results is not NOT_PACKED
 
     def _new_recording(self) -> OngoingRecording:
-        engine, fn = self.engine, self.decorated.fn
+        engine = self.engine
         if mode := surroundings():
             raise TraceError(f"{self.decorated.name} can't be batched here: {mode}")
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return fn(*args, **kwargs)
-            except (Exception, greenlet.GreenletExit):
-                raise
-            except BaseException as error:
-                raise _ended(error) from error
-
         roots = () if engine.root is None else (engine.root,)
-        return OngoingRecording(
-            forward, engine.table_for_recording(), roots, engine.execution, self.max_batch
-        )
+        table = engine.table_for_recording()
 
-    def _has_values(self, slot: int) -> bool:
-        """Whether a result has values in it, which have to be computed."""
-        assert self._recording is not None
-        return slot in self._recording.written or len(Results([self._recording.results[slot]]).values) > 0
+        def new_run(before: _OngoingRun | None) -> _OngoingRun:
+            """The state of a recording, or of its next part, which reads the same parameters."""
+            run = _OngoingRun(engine, grad=False)
+            run.table, run.places, run.counts = table, {}, self._counts
+            if before is not None:
+                run.operands, run.places = before.operands, before.places
+            return run
 
-    def _deliver(self, slots: Sequence[int]) -> None:
-        """Hand over results, for which all has run."""
-        recording, laps = self._recording, self.engine.laps
-        assert recording is not None and isinstance(recording.execution, Run)
-        run = recording.execution
-        laps.lap("planning")
-        if slots:
-            results = separate(
-                Results([recording.results[slot] for slot in slots]),
-                lambda ids: ids,
-                lambda requests: [run.rows(values) for values in requests],
-            )
-            for slot, result in zip(list(slots), results, strict=True):
-                recording.free(slot)
-                self._answer(self._leave(slot), result)
-        laps.lap("results")
+        return OngoingRecording(self.decorated.fn, table, roots, new_run, self.max_batch, self._waits)
 
-    def _close(self) -> None:
-        """Nobody waits: the recording ends as that of a minibatch does."""
-        recording = self._recording
-        assert recording is not None
-        for line, n in recording.statistics.lines.items():
-            self._lines[line] = self._lines.get(line, 0) + n
-        slots, closed = recording.done, recording.close()
-        results = self.engine.finish(recording.execution, closed, "list")  # type: ignore[arg-type]  # a Run
-        self._recording = None
-        self.engine.laps.lap("planning")
-        for slot, result in zip(slots, results, strict=True):
-            self._answer(self._leave(slot), result)
-        self.engine.laps.lap("results")
+    def _deliver(self, results: Iterable[tuple[_Request, object]]) -> None:
+        """Hand over results."""
+        self._counts.lap("planning")
+        for request, result in results:
+            self._answer(request, result)
+        self._counts.lap("results")
 
-    def _all_slots(self) -> list[int]:
-        """Every slot, the first one last: it is taken first."""
-        return list(range(self.max_batch - 1, -1, -1))
-
-    def _leave(self, slot: int) -> _Request:
-        """The request that was in a slot, which is free from here on."""
-        self._free.append(slot)
-        return self._running.pop(slot)
-
-    def _begin_anew(self, error: Exception) -> None:
-        """A recording has failed: its requests are served by the loop, and all after them where it is the forward that
-        can't be recorded, and not somebody else who has changed the model."""
+    def _begin_anew(self, error: Exception, requests: list[_Request]) -> None:
+        """A recording has failed. Where somebody has changed the model, its requests begin anew in another one; where a
+        kernel has raised an exception, each half of them, until the one that it belongs to is alone. Otherwise the loop
+        serves them, and all after them where it is the forward that can't be recorded."""
         recording, self._recording = self._recording, None
-        running, self._running = dict(self._running), {}
-        self._free = self._all_slots()
-        undone = recording is None or recording.fail()
-        refused = isinstance(error, TraceError) and not isinstance(error, _ReplacedError)
-        if refused and not self.engine.may_loop:
-            for request in running.values():
+        left = dict.fromkeys(requests, True) if recording is None else recording.fail()
+        operands = [] if recording is None else recording.recorder.operands
+        parameters = [x for x in operands if isinstance(x[1], torch.nn.Parameter)]  # no forward's own
+        changed = isinstance(error, _ReplacedError) or written_to(parameters) is not None
+        refused = isinstance(error, TraceError) and not changed
+        before, again = versions_now(operands), list[_Request]()
+        if not changed and not refused:
+            suspects = [request for request in left if request.apart] or list(left)
+            left, halves = {**{request: left[request] for request in suspects}, **left}, (object(), object())
+            for i, request in enumerate(suspects):
+                request.apart = halves[2 * i // len(suspects)]
+            begun = min((request.phase for request in suspects), default=0)
+            self._suspicious = self._counts.of["phases"] - begun + 1
+        for request, can_begin_anew in left.items():
+            request.begun += changed
+            if request.begun > _MOST_BEGUN:
+                error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
+            if not can_begin_anew or request.begun > _MOST_BEGUN or (refused and not self.engine.may_loop):
                 self._answer(request, error)
-            return
-        operands = [] if recording is None else versions_now(recording.recorder.operands)
-        for slot, request in running.items():
-            if undone and (recording is None or recording.can_begin_anew(slot)):
-                self._alone(request)
+            elif changed or (len(left) > 1 and not refused):
+                again.append(request)
             else:
-                self._answer(request, error)
-        if isinstance(error, InPlaceError) and recording is not None and written_to(operands) is None:
-            refused = refused and written_to(recording.recorder.operands) is None  # else another thread has
-        if refused:
+                self._alone(request)
+        with self._ready:
+            self._queue.extendleft(reversed(again))
+        if refused and written_to(operands) is not None and written_to(before) is None:
+            refused = False  # to buffers, and not by the forward
+        if refused and self.engine.may_loop:
             self.engine.refuse(str(error))
-            begun = f"; {len(running)} of its requests had begun, and begin anew"
-            self.decorated.say_loop_runs(self.engine, str(error), begun)
-
-    # -- results --------------------------------------------------------------------------------------
-
-    def _arguments(self, request: _Request) -> tuple[Any, ...]:
-        return request.args if self.owner is None else (self.owner, *request.args)
+            self._say_loop_runs(str(error), f"; {len(left)} of its requests had begun, and begin anew")
 
     def _answer(self, request: _Request, result: Any) -> None:
-        """Completes a request with the result of its forward, or with an exception."""
+        """Complete a request with the result of its forward, or with an exception."""
         how = "expired" if isinstance(result, DeadlineError) else "failed"
         if not request.settle(result):
             how = "cancelled"
         elif not isinstance(result, BaseException):
             how = "done"
             self._counts.latencies.append(time.perf_counter() - request.arrived)
-        self._counts.of[how] += 1
+        self._counts.of[how] += request.change is None
 
 
 def _ended(error: BaseException) -> Exception:
-    """The exception of a request whose forward wanted to end more than itself."""
-    if isinstance(error, Exception):
+    """The exception of a request whose forward wanted to end more than itself, or an iterator's end, which a coroutine
+    can't raise."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    return InstanceError(f"the forward raised {type(error).__name__}: {error}")
-
-
-def _stop_at_exit(ref: weakref.ref[Server]) -> None:
-    server = ref()
-    if server is not None:
-        server.stop(drain=False)
+    ended = InstanceError(f"the forward raised {type(error).__name__}: {error}")
+    ended.__cause__ = error
+    return ended
 
 
 def live(target: Any, *, max_batch: int = 64, max_wait: float = 0.002, max_queue: int = 1024) -> Server:

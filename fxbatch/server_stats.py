@@ -1,4 +1,4 @@
-"""Statistics of a server of live batches: counts, times and latencies, as numbers and as text for Prometheus.
+"""What a server of live batches counts: requests, batches, times, latencies, as numbers and as text for Prometheus.
 
 stats = server.stats()
 stats.latency(0.95)           # seconds that 95 % of the last requests took at most
@@ -12,40 +12,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import accumulate
 
-LATENCIES = 4096  # of the last requests, which percentiles are of
-PHASES = 32  # that `explain` shows
-_QUANTILES = (0.5, 0.95, 0.99)
-_COUNTERS = {
-    "requests": "Requests that were taken in.",
-    "done": "Requests that have a result.",
-    "failed": "Requests whose forward raised an exception.",
-    "cancelled": "Requests that were cancelled.",
-    "expired": "Requests whose time was up.",
-    "refused": "Requests that found the queue full.",
-    "looped": "Requests that the plain loop has served.",
-    "phases": "Batches that were run.",
-}
-_SECONDS = {
-    "python": "the forward's Python and the recording of its calls",
-    "planning": "scheduling and planning of phases",
-    "kernels": "batched operations",
-    "results": "results and futures",
-}
+from fxbatch.trace.state import seconds_of_recording
 
-
-class PhaseTimes(NamedTuple):
-    """One batch of a server. Times in seconds."""
-
-    requests: int  # that took part
-    joined: int  # of them, with this phase
-    left: int  # whose results left with it
-    calls: int  # that were recorded; 0 where a whole minibatch ran
-    python: float
-    planning: float
-    kernels: float
-    results: float
+LATENCIES, PHASES = 4096, 32  # the last that percentiles are of, and that `explain` shows
+_COUNTERS = ("requests", "done", "failed", "cancelled", "expired", "refused", "looped", "phases")
+PARTS = ("python", "recording", "planning", "kernels", "results", "whole")
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,11 @@ class ServerStats:
         waiting: requests in the queue now.
         running: requests that run now.
         batch_sizes: how many batches had so many requests.
-        seconds: of the thread that computes, by what it did: "python", "planning", "kernels", "results".
+        seconds: of the thread that computes, by what it did. "recording": calls that were met before, by a clock in the
+            recorder's C code, which every 17th call reads; "python": the rest of the time in forwards, so the user's
+            Python, torch's own around its functions, and calls that are met for the first time; "planning"; "kernels";
+            "results": them and futures; "whole": what has no such parts, served by the plain loop or as one packed
+            graph. Where no extension was compiled, "python" has recording in it.
         latencies: seconds from arrival to result of the last 4,096 requests that are done, ascending.
 
     Example:
@@ -93,107 +70,86 @@ class ServerStats:
 
         `ServerStats(latencies=(0.01, 0.02, 0.04)).latency(0.5)` is 0.02.
         """
-        if not self.latencies:
-            return math.nan
-        return self.latencies[
-            min(len(self.latencies) - 1, max(0, math.ceil(share * len(self.latencies)) - 1))
-        ]
+        last = len(self.latencies) - 1
+        return self.latencies[min(last, max(0, math.ceil(share * (last + 1)) - 1))] if last >= 0 else math.nan
 
     @property
     def mean_batch(self) -> float:
         """How many requests a batch had on average."""
-        batches = sum(self.batch_sizes.values())
-        return sum(size * n for size, n in self.batch_sizes.items()) / batches if batches else 0.0
+        requests = sum(size * n for size, n in self.batch_sizes.items())
+        return requests / max(1, sum(self.batch_sizes.values()))
 
     def prometheus(self) -> str:
         """All of it in the text format that Prometheus reads, named `fxbatch_...`: what a page /metrics gives."""
-        lines: list[str] = []
-
-        def metric(name: str, kind: str, text: str, samples: Mapping[str, float]) -> None:
-            lines.extend((f"# HELP fxbatch_{name} {text}", f"# TYPE fxbatch_{name} {kind}"))
-            lines.extend(f"fxbatch_{labels} {float(number)!r}" for labels, number in samples.items())
-
-        for name, text in _COUNTERS.items():
-            metric(f"{name}_total", "counter", text, {f"{name}_total": getattr(self, name)})
-        metric("waiting", "gauge", "Requests in the queue.", {"waiting": self.waiting})
-        metric("running", "gauge", "Requests that run.", {"running": self.running})
-        spent = {
-            f'seconds_total{{part="{part}"}}': seconds
-            for part, seconds in self.seconds.items()
-            if part in _SECONDS
-        }
-        metric("seconds_total", "counter", f"Seconds spent: {'; '.join(_SECONDS.values())}.", spent)
-        metric("batch_size", "histogram", "Requests of each batch.", self._histogram())
-        latencies = {f'latency_seconds{{quantile="{q}"}}': self.latency(q) for q in _QUANTILES}
-        metric("latency_seconds", "gauge", "Seconds from arrival to result, of the last requests.", latencies)
-        return "\n".join([*lines, ""])
-
-    def _histogram(self) -> dict[str, float]:
-        batches, requests, found = 0, 0, dict[str, float]()
-        for size in sorted(self.batch_sizes):
-            batches += self.batch_sizes[size]
-            requests += size * self.batch_sizes[size]
-            found[f'batch_size_bucket{{le="{size}"}}'] = batches
-        return {
-            **found, 'batch_size_bucket{le="+Inf"}': batches, "batch_size_count": batches, "batch_size_sum": requests,
+        sizes = sorted(self.batch_sizes)
+        up_to = accumulate(self.batch_sizes[size] for size in sizes)
+        batches, requests = sum(self.batch_sizes.values()), sum(k * n for k, n in self.batch_sizes.items())
+        buckets = {f'_bucket{{le="{size}"}}': n for size, n in zip(sizes, up_to, strict=True)}
+        metrics: dict[tuple[str, str], dict[str, float]] = {
+            **{(f"{name}_total", "counter"): {"": getattr(self, name)} for name in _COUNTERS},
+            ("waiting", "gauge"): {"": self.waiting},
+            ("running", "gauge"): {"": self.running},
+            ("seconds_total", "counter"): {f'{{part="{part}"}}': n for part, n in self.seconds.items()},
+            ("batch_size", "histogram"): {
+                **buckets, '_bucket{le="+Inf"}': batches, "_sum": requests, "_count": batches,
+            },
+            ("latency_seconds", "gauge"): {f'{{quantile="{q}"}}': self.latency(q) for q in (0.5, 0.95, 0.99)},
         }  # fmt: skip
-
-
-class Laps:
-    """A stopwatch of the parts of a phase."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(_SECONDS, 0.0)
-        self.last = 0.0
-
-    def begin(self) -> Laps:
-        """A phase begins."""
-        self.seconds, self.last = dict.fromkeys(_SECONDS, 0.0), time.perf_counter()
-        return self
-
-    def lap(self, part: str) -> None:
-        """What was done since the last lap was this part."""
-        last, self.last = self.last, time.perf_counter()
-        self.seconds[part] += self.last - last
-
-    def end(self, part: str) -> dict[str, float]:
-        """The phase ends with this part. Seconds of each part."""
-        self.lap(part)
-        return self.seconds
+        lines = []
+        for (name, kind), samples in metrics.items():
+            lines.append(f"# TYPE fxbatch_{name} {kind}")
+            lines += [f"fxbatch_{name}{label} {float(number)!r}" for label, number in samples.items()]
+        return "\n".join([*lines, ""])
 
 
 class Counts:
-    """The counts behind `ServerStats`, as they are made."""
+    """The counts behind `ServerStats` as they are made, by a stopwatch for the parts of a batch."""
 
     def __init__(self) -> None:
         self.of: Counter[str] = Counter()
         self.batch_sizes: Counter[int] = Counter()
-        self.seconds: dict[str, float] = dict.fromkeys(_SECONDS, 0.0)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
         self.latencies: deque[float] = deque(maxlen=LATENCIES)
-        self.recent: deque[PhaseTimes] = deque(maxlen=PHASES)
+        self.recent: deque[dict[str, float]] = deque(maxlen=PHASES)
 
-    def phase(self, times: PhaseTimes) -> None:
-        """A batch was run."""
+    def begin(self) -> None:
+        """A batch begins."""
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._last, self._recorded = time.perf_counter(), seconds_of_recording()
+
+    def lap(self, part: str) -> None:
+        """What was done since the last lap was this part; of "python", what the recorder took is "recording"."""
+        now, recorded = time.perf_counter(), seconds_of_recording()
+        self._parts[part] += now - self._last
+        if part == "python":
+            recording = min(recorded - self._recorded, now - self._last)
+            self._parts["recording"] += recording
+            self._parts["python"] -= recording
+        self._last, self._recorded = now, recorded
+
+    def end(self, requests: int, *, joined: int, left: int, calls: int) -> None:
+        """A batch of so many requests was run: how many came with it, how many left with it, calls that were recorded
+        (0 where a whole minibatch ran)."""
         self.of["phases"] += 1
-        self.batch_sizes[times.requests] += 1
-        for part in _SECONDS:
-            self.seconds[part] += getattr(times, part)
-        self.recent.append(times)
+        self.batch_sizes[requests] += 1
+        self.recent.append(
+            {"requests": requests, "joined": joined, "left": left, "calls": calls, **self._parts}
+        )
+        for part, seconds in self._parts.items():
+            self.seconds[part] += seconds
+        self.begin()
 
     def stats(self, *, waiting: int, running: int) -> ServerStats:
         """The counts so far, as an object that no longer changes. waiting, running: requests at this moment."""
-        counts: dict[str, Any] = {name: self.of[name] for name in _COUNTERS}
         return ServerStats(
-            **counts, waiting=waiting, running=running, batch_sizes=dict(self.batch_sizes), seconds=dict(self.seconds),
-            latencies=tuple(sorted(self.latencies)),
+            **self.of, waiting=waiting, running=running, batch_sizes=dict(self.batch_sizes),
+            seconds=dict(self.seconds), latencies=tuple(sorted(self.latencies)),
         )  # fmt: skip
 
     def table(self) -> list[str]:
-        """The last phases, one a line, times in milliseconds."""
-        head = "requests  joined  left  calls  python  planning  kernels  results"
+        """The last batches, one a line, times in milliseconds."""
         rows = [
-            f"{p.requests:8}  {p.joined:6}  {p.left:4}  {p.calls:5}  {1e3 * p.python:6.2f}  {1e3 * p.planning:8.2f}  "
-            f"{1e3 * p.kernels:7.2f}  {1e3 * p.results:7.2f}"
-            for p in list(self.recent)
+            "".join(f"{1e3 * n if name in PARTS else n:11.{2 * (name in PARTS)}f}" for name, n in row.items())
+            for row in list(self.recent)
         ]
-        return [head, *rows] if rows else []
+        return ["".join(f"{name:>11}" for name in self.recent[-1]), *rows] if rows else []

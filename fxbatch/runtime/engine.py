@@ -33,7 +33,7 @@ from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
-from fxbatch.trace.state import modes_now, still_hold
+from fxbatch.trace.state import modes_now, plain_tensors, still_hold
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace
 
@@ -153,7 +153,7 @@ class Engine(Planner):
         table, may_loop = self.table_for_recording(), self.may_loop
         if isinstance(run, Run) and not run.lasting and not ahead:
             run.table, run.resolver = table, self.packed_calls
-        with without_saved_tensor_hooks():  # of the user's graph the results are a part
+        with without_saved_tensor_hooks(), plain_tensors():  # of the user's graph the results are a part
             recording = record_minibatch(
                 fn,
                 instances,
@@ -198,7 +198,6 @@ class Engine(Planner):
     def assemble(self, run: Run | DifferentiableRun, leaves: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
         held = leaves.held
-
         take: Take = functools.partial(take_results, run)
         if held is not None:
             take = held.together(take, renumber, apart=isinstance(run, Run) and mixes_constants(run))

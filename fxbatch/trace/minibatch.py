@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import operator
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,7 +79,7 @@ class Statistics:
     def lines(self) -> dict[str, int]:
         """The user's lines that asked, and how often."""
         counts: dict[str, int] = {}
-        for place, count in self._places.values():
+        for place, count in list(self._places.values()):
             line = line_of(place)
             counts[line] = counts.get(line, 0) + count
         return counts
@@ -249,9 +250,8 @@ class Turns:
     """The loop over instances: one worker greenlet, another one whenever an instance is parked. The only instance of a
     minibatch has nobody to wait for, and runs where it is called."""
 
-    first = 0  # the number of the first instance, in messages
+    first, counted = 0, True  # the number of the first instance, in messages; whether they have one
     may_begin: Callable[[int], bool] = staticmethod(lambda _: True)
-    next = 0  # the next instance to start
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
     closing = False
@@ -270,11 +270,12 @@ class Turns:
         self.instances = instances
         self.recorder = recorder
         self.execution = execution
-        self.keep_exceptions = keep_exceptions
+        self.keeps: type[BaseException] | tuple[()] = Exception if keep_exceptions else ()  # as results
         self.changes: ModuleChanges = recorder.changes
         self.changes.refused = self.refuses_changes = known_changes is None
         self.stays = known_changes or ""  # why no instance is left where it waits
         self.last = len(instances)  # the first that is not begun
+        self.to_begin = deque(range(len(instances)))  # instances to start, in order
         self.results: list[object] = [None] * len(instances)
         self.statistics = Statistics(len(instances))
         self.parked: list[_Parked] = []
@@ -290,7 +291,7 @@ class Turns:
         self.recorder.ask = self._ask
         try:
             self.recorder.heard.begin()
-            self._start()
+            self.start()
             while self.parked:
                 self._phase()
             self.unseen = self._unseen_change()
@@ -313,7 +314,7 @@ class Turns:
 
     # In the main greenlet
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start instances until all are done or parked."""
         while self._has_next() and self.failed is None:
             if self.alone:
@@ -337,7 +338,7 @@ class Turns:
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self.statistics.phase(calls, [p.instance for p in self.resuming])
         self._go_on()
-        self._start()
+        self.start()
 
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
@@ -396,14 +397,10 @@ class Turns:
 
     def _has_next(self) -> bool:
         """Whether there are instances to start."""
-        if self.next < self.last and not self.may_begin(self.next):
-            self.last = self.next
-        return self.next < self.last
-
-    def _take_next(self) -> int:
-        """The next instance to start."""
-        self.next += 1
-        return self.next - 1
+        if self.to_begin and not self.may_begin(self.to_begin[0]):
+            self.last = self.to_begin[0]
+            self.to_begin.clear()
+        return bool(self.to_begin)
 
     # In a worker greenlet
 
@@ -411,7 +408,7 @@ class Turns:
         """Run instances one after another, until one was parked: then a fresh worker has taken over."""
         parks = self.statistics.suspensions
         while self._has_next():
-            instance = self._take_next()
+            instance = self.to_begin.popleft()
             self._runs(instance)
             self.changes.begun, self.changes.open = self.changes.begun + 1, self.changes.open + 1
             args, kwargs = self.instances[instance]
@@ -424,31 +421,22 @@ class Turns:
                 if not self.closing:
                     raise
                 return
-            except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
-                self._note(error, instance)
-                if not self.keep_exceptions or isinstance(
-                    error, TraceError
-                ):  # which is not the forward's own
+            except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
+                if isinstance(error, RecursionError):
+                    error.add_note(_TOO_DEEP)
+                if self.counted and isinstance(error, Exception):
+                    error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
+                if not isinstance(error, self.keeps) or isinstance(error, TraceError):  # which is ours
                     self.failed = error
                     return
                 self.results[instance] = error
                 self._is_done(instance)
-            except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
-                self.failed = error
-                return
             if self.statistics.suspensions != parks:
                 return
 
     def _is_done(self, instance: int) -> None:
         """An instance has come to its end, and has a result."""
         self.changes.open -= 1
-
-    def _note(self, error: BaseException, instance: int) -> None:
-        if isinstance(error, RecursionError):
-            error.add_note(
-                "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
-            )
-        error.add_note(f"fxbatch: in instance {self.first + instance} of the minibatch")
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[object]:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
@@ -533,6 +521,7 @@ class Turns:
         return answer
 
 
+_TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
 _BETWEEN = 3  # two functions of RecordedCalls through which a value asks, and who calls them
 

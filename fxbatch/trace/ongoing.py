@@ -1,14 +1,15 @@
 """A recording that goes on: instances are begun at any phase, and their results leave as soon as they are done.
 
-In: the user's forward, the arguments of each instance as it comes, what makes an Execution. Out: results of instances,
-by the number of the slot that each was begun in.
+In: the user's forward; a ticket and the arguments of each instance as it comes. Out: tickets with results.
 
-    recording = OngoingRecording(model.forward, table, (model,), execution, slots=64)
-    recording.begin(0, (model, x), {})
-    recording.start()                     # up to where each waits for a value, or is done
+    recording = OngoingRecording(model.forward, table, (model,), execution, 64, statistics)
+    recording.begin(ticket, (model, x), {})
+    recording.start()             # up to where each waits for a value, or is done
     while recording.parked:
-        recording.advance(deliver)        # one phase; deliver() takes the results of `recording.done`
-    last = recording.close()              # the rest as a Recording of a minibatch
+        recording.run()           # one phase: what is pending
+        recording.take()          # [(ticket, result), ...] of those that are done
+        recording.go_on()         # those that waited, up to where they wait again, or are done
+    recording.close()             # the rest: tickets, and a Recording of a minibatch
 
 Its memory is flat. Calls that have run are forgotten as soon as there are many: values that somebody still refers to
 are constants of the calls to come (`RecordedCalls.begin_anew`), the others are gone. What that takes is in proportion
@@ -17,33 +18,29 @@ to the values that are left, and it is done when there are several times as many
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
-from fxbatch.trace.minibatch import Execution, Recording, Turns, refuse_foreign_values
+from fxbatch.trace.minibatch import Execution, Recording, Statistics, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
-from fxbatch.trace.objects import leaves_of
+from fxbatch.trace.objects import has_attributes, leaves_of
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import quicken
+from fxbatch.trace.state import quicken, settings_now
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
-from fxbatch.trace.values import Value, Written, refresh
+from fxbatch.trace.values import Value, is_flat, refresh
 
-FEWEST = 8192  # values that are made before any is forgotten
-TIMES = 4  # as many as were left the last time
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_NOBODY: Arguments = (), {}
+FEWEST = 8192  # values that are made before any is forgotten; four times what was left the last time
+_NOBODY: tuple[tuple[object, ...], dict[str, object]] = (), {}
+Ticket = TypeVar("Ticket")
 
 
-class OngoingRecording(Turns):
+class OngoingRecording(Turns, Generic[Ticket]):
     """Instances that take turns, and of which others come while some wait."""
 
     def __init__(
@@ -51,40 +48,41 @@ class OngoingRecording(Turns):
         fn: Callable[..., object],
         table: SignatureTable,
         roots: Sequence[torch.nn.Module],
-        new_execution: Callable[[Execution | None], Execution],
+        new_execution: Callable[[Any], Execution],
         slots: int,
+        statistics: Statistics,
     ) -> None:
-        """new_execution: gives the state of a new run, after another one. slots: how many instances there may be at a
-        time."""
+        """new_execution: gives the state of a new run, after another one; it has `real(results)`, which gives results
+        with real tensors in place of values. slots: how many instances there may be at a time. statistics: where waits
+        are counted."""
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.copies, recorder.watches_operands = {}, True
+        self.execution: Any
         super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(None), True, None)
+        self.alone, self.settings, self.statistics = False, settings_now(), statistics
+        self.keeps, self.counted = BaseException, False
         self.new_execution = new_execution
-        self.alone = False
-        self.to_begin: deque[int] = deque()
-        self.begun: dict[int, list[tuple[object, int]]] = {}  # slots in use, with arguments as they were
-        self.done: list[int] = []  # slots of instances that are done, in order
-        self.written: dict[int, list[tuple[torch.Tensor, Written]]] = {}  # tensors that these have written to
+        self.tickets: dict[int, Ticket] = {}  # by slot
+        self.free, self.to_begin = self.to_begin, deque()  # slots, as all below
+        self.begun: dict[int, list[tuple[object, int]]] = {}  # with arguments as they were
+        self.done, self.ready = list[int](), list[int]()  # what they give has not run yet, or it has
         self.most = FEWEST
-        self._patches = contextlib.ExitStack()
-        self._patches.enter_context(patched())
+        self.patches = patched()
+        self.patches.__enter__()
         quicken(recorder.knowledge.modules.classes)
         recorder.ask = self._ask
         recorder.heard.begin()
 
     # -- instances ------------------------------------------------------------------------------------
 
-    def begin(self, slot: int, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """An instance is to be started in a slot that is free."""
-        self.instances[slot], self.begun[slot] = (args, kwargs), states_of(args)
+    def begin(self, ticket: Ticket, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """An instance is to be started."""
+        slot = self.free.popleft()
+        self.tickets[slot], self.instances[slot], self.begun[slot] = ticket, (args, kwargs), states_of(args)
         self.to_begin.append(slot)
 
-    def start(self) -> None:
-        """Start those that are to be, each up to where it waits or is done. TraceError where one can't be recorded."""
-        self._start()
-
-    def end(self, slot: int) -> None:
-        """Close an instance: where it waits, its `finally` blocks run, nothing else; the slot is free."""
+    def end(self, slot: int) -> Ticket:
+        """Close an instance: where it waits, its `finally` blocks run, nothing else. Its ticket."""
         for p in [p for p in self.parked if p.instance == slot]:
             self.parked.remove(p)
             still_open, self.closing = self.changes.open - 1, True
@@ -92,102 +90,87 @@ class OngoingRecording(Turns):
                 self._end(p)
             finally:
                 self.closing, self.failed, self.changes.open = False, None, still_open
-        for tensor, record in self.written.pop(slot, ()):
-            record.give_back(tensor, None)
-        self.free(slot)
+        return self._leave(slot, ended=True)
 
-    def free(self, slot: int) -> None:
-        """The result of an instance was taken, for which all has run: another may have its slot. Tensors that it has
-        written to are plain tensors again."""
-        for tensor, record in self.written.pop(slot, ()):
-            record.give_back(tensor, self.execution.read([record.value.id])[0])
-        self.done = [done for done in self.done if done != slot]
-        del self.begun[slot]
+    def take(self) -> list[tuple[Ticket, object]]:
+        """Those that are done and for which all has run leave: tickets and results."""
+        slots, self.ready = self.ready, []
+        if not slots:
+            return []
+        with unheard(self.recorder):
+            results = self.execution.real([self.results[slot] for slot in slots])
+            return [(self._leave(slot), result) for slot, result in zip(slots, results, strict=True)]
+
+    def _leave(self, slot: int, *, ended: bool = False) -> Ticket:
+        """Another one may have the slot. Tensors that this one has written to are plain again (ended: as before)."""
+        written = self.recorder.written
+        keys = [key for key, (_, record) in written.items() if record.instance == slot]
+        for tensor, record in [(ref(), record) for ref, record in map(written.pop, keys)]:
+            if tensor is not None:
+                record.give_back(tensor, None if ended else self.execution.read([record.value.id])[0])
+        for slots in (self.done, self.ready):
+            if slot in slots:
+                slots.remove(slot)
         self.instances[slot], self.results[slot] = _NOBODY, None
-
-    def can_begin_anew(self, slot: int) -> bool:
-        """Whether an instance has left its arguments as they were."""
-        return are_unchanged(self.begun[slot])
-
-    def _has_next(self) -> bool:
-        return bool(self.to_begin)
-
-    def _take_next(self) -> int:
-        return self.to_begin.popleft()
+        del self.begun[slot]
+        self.free.appendleft(slot)
+        return self.tickets.pop(slot)
 
     def _is_done(self, instance: int) -> None:
         super()._is_done(instance)
-        self.done.append(instance)
-        result, recorder = self.results[instance], self.recorder
-        refuse_foreign_values(recorder, [result])
-        for v in leaves_of(result):
-            if type(v) is Value:
-                refresh(v)
-        if recorder.written:
-            self._take_written(instance)
+        refuse_foreign_values(self.recorder, [self.results[instance]])
+        leaves = leaves_of(self.results[instance])
+        values = [v for v in leaves if type(v) is Value]
+        values += [w.value for _, w in self.recorder.written.values() if w.instance == instance]
+        for v in values:
+            refresh(v)
+        runs = values or (not is_flat(leaves) and any(map(has_attributes, leaves)))
+        (self.done if runs else self.ready).append(instance)
 
-    def _note(self, error: BaseException, instance: int) -> None:
-        if isinstance(error, RecursionError):
-            super()._note(error, instance)
+    # -- phases: TraceError, and what kernels raise, end the recording (`fail`) -------------------------
 
-    def _take_written(self, instance: int) -> None:
-        """Tensors that an instance has written to and that are still there get their content with its result."""
-        for key, (ref, record) in list(self.recorder.written.items()):
-            if record.instance == instance and (t := ref()) is not None:
-                refresh(record.value)
-                del self.recorder.written[key]
-                self.written.setdefault(instance, []).append((t, record))
-
-    # -- phases ---------------------------------------------------------------------------------------
-
-    def advance(self, deliver: Callable[[], None]) -> None:
-        """One phase: run what is pending, let `deliver` take the results of `done`, and let the instances go on that
-        waited. TraceError, and what kernels raise, end the recording: `fail`."""
+    def run(self) -> None:
+        """Run what is pending: those that wait can go on, and those that are done leave."""
         self.resuming, self.parked = self.parked, []
         with unheard(self.recorder):
             self._answer()
             self.recorder.refuse_written_operands()
-            deliver()
+        self.ready, self.done = self.ready + self.done, []
+
+    def go_on(self) -> None:
+        """Let those that waited go on."""
+        with unheard(self.recorder):
             if self.recorder.count - self.recorder.base > self.most:
-                self._forget()
+                left = self.recorder.begin_anew(self.execution.read)
+                self.execution, self.most = self.new_execution(self.execution), max(FEWEST, 4 * left)
+                self.statistics.phases.clear()
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self._go_on()
 
-    def _forget(self) -> None:
-        left = self.recorder.begin_anew(self.execution.read)
-        self.execution = self.new_execution(self.execution)
-        self.statistics.phases.clear()
-        self.most = max(FEWEST, TIMES * left)
+    def close(self) -> tuple[list[Ticket], Recording]:
+        """The end, where nobody waits: the tickets of those that are done, and a Recording of them, with what is
+        pending."""
+        if unseen := self._unseen_change():
+            raise self.changes.refusal(unseen)
+        slots, held = self.done + self.ready, Held.of(self.recorder)
+        self.recorder.finish()
+        self._stop()
+        results = [self.results[slot] for slot in slots]
+        return [self.tickets[slot] for slot in slots], Recording(
+            self.recorder, results, self.statistics, held=held
+        )
 
-    # -- the end --------------------------------------------------------------------------------------
-
-    def close(self) -> Recording:
-        """The end, where nobody waits: a Recording of the instances that are `done`, with what is pending."""
-        assert not self.parked and not self.to_begin, "nobody waits"
-        recorder, results = self.recorder, [self.results[slot] for slot in self.done]
-        self.unseen = self._unseen_change()
-        if self.unseen:
-            raise self.changes.refusal(self.unseen)
-        for written in self.written.values():
-            for tensor, record in written:
-                recorder.written[id(tensor)] = weakref.ref(tensor), record
-        self.written.clear()
-        held = Held.of(recorder)
-        recorder.finish()
-        self._leave()
-        return Recording(recorder, results, self.statistics, held=held)
-
-    def fail(self) -> bool:
-        """The recording has failed: all instances are closed, modules become what they were. Whether they are."""
+    def fail(self) -> dict[Ticket, bool]:
+        """The recording has failed: all instances are closed, modules become what they were. Tickets, with whether each
+        can begin anew."""
         self.modes.restore()
         self._close()
-        for tensor, record in [pair for written in self.written.values() for pair in written]:
-            record.give_back(tensor, None)
         self.abandon()
-        self._leave()
-        return self.changes.undo()
+        self._stop()
+        undone = self.changes.undo()
+        return {ticket: undone and are_unchanged(self.begun[slot]) for slot, ticket in self.tickets.items()}
 
-    def _leave(self) -> None:
+    def _stop(self) -> None:
         self.recorder.heard.close()
         self.recorder.ask = None
-        self._patches.close()
+        self.patches.end()

@@ -53,6 +53,8 @@ new_column: Callable[[], object] = functools.partial(array, "q") if _fast is Non
 new_call_table: Callable[[], Any] = dict if _fast is None else _fast.CallTable
 set_current: Callable[[object], None] = _ignore if _fast is None else _fast.set_current
 quicken: Callable[[type | tuple[type, ...]], None] = _ignore if _fast is None else _fast.quicken
+# What recording calls that were met before took in this thread, counted in C from the first asking on.
+seconds_of_recording: Callable[[], float] = float if _fast is None else _fast.seconds_of_recording
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension
 
@@ -107,6 +109,16 @@ def tracing(recorder: object) -> Iterator[None]:
         yield
     finally:
         state.recorder = before
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Tensors that are made within it are plain ones, also under inference_mode: torch counts writes to such."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def settings_now() -> tuple[object, ...]:

@@ -32,7 +32,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from fxbatch.trace.state import _fast
+from fxbatch.trace.state import _fast, plain_tensors
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
 
@@ -716,7 +716,8 @@ class Written:
         """Make the user's object a plain tensor again: with this content, or None: as it was."""
         new = self.before
         if content is not None:
-            new = content.clone()
+            with plain_tensors():
+                new = content.clone()
             vars(new).update(vars(self.before))
         tensor.__class__ = torch.Tensor
         torch.utils.swap_tensors(tensor, new)

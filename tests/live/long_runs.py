@@ -21,13 +21,16 @@ from fxbatch.trace import ongoing
 from tests.trust.long_runs import resident_bytes
 
 CLIENTS = 16
+ENDLESS = 10**9
 
 
 class Decoder(nn.Module):
-    """A state and a number of steps give tokens, and the last state."""
+    """Takes a state and a number of steps, and gives tokens until the one that ends (0), and the last state. `ENDLESS`
+    steps are ended by somebody else alone, and their tokens are not kept. One of 13 steps may fail."""
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.cell, self.out = nn.Embedding(20, 8), nn.GRUCell(8, 8), nn.Linear(8, 20)
 
     @fxbatch.autobatch
@@ -36,10 +39,14 @@ class Decoder(nn.Module):
         for _ in range(steps):
             h = self.cell(self.embed(token), h)
             token = self.out(h).argmax(-1)
-            if steps < 100:
-                tokens.append(int(token))
-            elif int(token) < 0:  # the one that never ends keeps nothing
+            number = int(token)
+            if steps == ENDLESS:
+                continue
+            tokens.append(number)
+            if number == 0:
                 break
+            if number == 3 and steps == 13:
+                raise ValueError("thirteen")
         return tokens, h
 
 
@@ -75,7 +82,7 @@ def serve(count: int, samples: int = 100) -> list[Sample]:
 
             for _ in range(3):
                 await asyncio.gather(*[ask(torch.randn(8), 3) for _ in range(CLIENTS)])
-            endless = asyncio.create_task(ask(torch.randn(8), 10**9))
+            endless = asyncio.create_task(ask(torch.randn(8), ENDLESS))
             await asyncio.gather(*[client(k) for k in range(CLIENTS)])
             assert not endless.done()
             endless.cancel()

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -20,31 +20,7 @@ from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.server import Server
 from fxbatch.trace import ongoing
 from tests.live import long_runs
-
-
-class Decoder(nn.Module):
-    """Takes a state and a number of steps, and gives tokens until the one that ends (0), and the last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.cell, self.out = nn.Embedding(20, 8), nn.GRUCell(8, 8), nn.Linear(8, 20)
-        self.gate: threading.Event | None = None
-
-    @fxbatch.autobatch
-    def forward(self, h: Tensor, steps: int) -> tuple[list[int], Tensor]:
-        token, tokens = torch.tensor(1), list[int]()
-        for _ in range(steps):
-            h = self.cell(self.embed(token), h)
-            token = self.out(h).argmax(-1)
-            tokens.append(int(token))
-            if tokens[-1] == 0:
-                break
-            if tokens[-1] == 3 and steps == 13:
-                raise ValueError("thirteen")
-        if self.gate is not None and steps == 1:
-            self.gate.wait(20)
-        return tokens, h
+from tests.live.long_runs import Decoder
 
 
 class Tree(nn.Module):
@@ -84,11 +60,8 @@ def assert_same(found: tuple[list[int], Tensor], wanted: tuple[list[int], Tensor
 
 
 @pytest.fixture
-def decoder() -> Iterator[Decoder]:
-    model = Decoder().eval()
-    yield model
-    if model.gate is not None:
-        model.gate.set()
+def decoder() -> Decoder:
+    return Decoder().eval()
 
 
 def warmed(server: Server, model: nn.Module) -> Server:
@@ -97,7 +70,7 @@ def warmed(server: Server, model: nn.Module) -> Server:
         server.submit(*x).result(60)
     for future in [server.submit(*x) for x in requests(6, 8)]:
         future.result(60)
-    assert server.engine.waits
+    assert "joins at the next phase" in server.explain()
     return server
 
 
@@ -242,7 +215,7 @@ def endless_server(**options: Any) -> Server:
         futures = [server.submit(torch.randn(4), 3) for _ in range(3)]
         for future in futures:
             future.result(60)
-    assert server.engine.waits
+    assert "joins at the next phase" in server.explain()
     return server
 
 
@@ -522,7 +495,7 @@ def test_stats_as_prometheus_reads_them(decoder: Decoder) -> None:
         assert "fxbatch_requests_total 8.0" in text and "fxbatch_done_total 8.0" in text
         assert 'fxbatch_latency_seconds{quantile="0.95"}' in text
         assert 'fxbatch_batch_size_bucket{le="+Inf"}' in text
-        assert "waits for values: test_server.py" in warmed(server, decoder).explain()
+        assert "waits for values: long_runs.py" in warmed(server, decoder).explain()
 
 
 def test_options_are_checked(decoder: Decoder) -> None:

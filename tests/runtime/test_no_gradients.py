@@ -171,3 +171,40 @@ def test_an_instance_that_the_loss_leaves_out_has_zeros(options: dict[str, Any])
     results = fxbatch.autobatch(forward, adaptive=False, out="list", **options)(xs, xs)
     first, second, _ = torch.autograd.grad(results[0].sum(), xs, allow_unused=True)
     assert first.any() and not second.any()
+
+
+class Accumulator(nn.Module):
+    """Writes to a tensor that it has made: before what reads it has run, or with what is recorded."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out, self.late = nn.Linear(4, 4), late
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(4)
+        y = self.out(x) + total
+        if self.late:
+            total.fill_(1.0)
+            return y
+        total += y
+        out.copy_(total)
+        return total
+
+
+def test_writes_are_seen_in_inference_mode() -> None:
+    """A tensor that is made there has no version: a write behind a call that had not run changed what it read."""
+    given, outs, model = (
+        [torch.randn(4) for _ in range(5)],
+        [torch.empty(4) for _ in range(5)],
+        Accumulator(late=False),
+    )
+    with torch.inference_mode():
+        found = model(given, outs)
+        for x, y, out in zip(given, found, outs, strict=True):
+            torch.testing.assert_close(y, Accumulator.forward.__wrapped__(model, x, torch.empty(4)))
+            torch.testing.assert_close(out, y)
+        assert found.is_inference() and not any(out.is_inference() for out in outs)
+        with pytest.raises(fxbatch.InPlaceError, match="was written to after an operation had used it"):
+            Accumulator(late=True)(given, outs)

@@ -1,0 +1,420 @@
+"""Requests and models that a server of live batches has to survive: each ends by itself and leaves the others alone."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxbatch
+from fxbatch.runtime.strategy import AdaptiveSwitch
+from fxbatch.trace.state import _fast
+from tests.docs.pages import ROOT
+from tests.live.long_runs import ENDLESS, Decoder
+
+
+class Tree(nn.Module):
+    """Never waits: a tree is a number, or a pair of trees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.join = nn.Embedding(20, 8), nn.Linear(16, 8)
+
+    def encode(self, tree: Any) -> Tensor:
+        if isinstance(tree, int):
+            return self.embed(torch.tensor(tree))
+        return torch.tanh(self.join(torch.cat([self.encode(child) for child in tree])))
+
+    @fxbatch.autobatch
+    def forward(self, tree: Any) -> Tensor:
+        return self.encode(tree)
+
+
+class Raising(nn.Module):
+    """Raises what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor, error: BaseException | None) -> Tensor:
+        y = self.out(x)
+        if error is not None:
+            raise error
+        return y
+
+
+class Lookup(nn.Module):
+    """Looks a number up again and again, and waits: the kernel of a phase raises where it is out of range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            if float(self.embed(x).sum()) > 1e9:
+                break
+        return self.embed(x)
+
+
+def alone(model: nn.Module, *args: Any) -> Any:
+    with torch.no_grad():
+        return type(model).forward.__wrapped__(model, *args)
+
+
+def full_tree(depth: int, at: int = 0) -> Any:
+    return at % 20 if depth == 0 else (full_tree(depth - 1, 3 * at + 1), full_tree(depth - 1, 7 * at + 2))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop may run, as it may outside of tests."""
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize("before", [0, 30])
+def test_a_lone_request_that_never_ends_can_be_cancelled(max_batch: int, before: int) -> None:
+    """The first one, one that comes alone, and where one runs at a time."""
+    server = fxbatch.live(Decoder().eval(), max_batch=max_batch).start()
+    for _ in range(before):
+        server.submit(torch.randn(8), 3).result(60)
+    endless = server.submit(torch.randn(8), ENDLESS)
+    until(lambda: server.stats().running == 1)
+    assert endless.cancel()
+    until(lambda: server.stats().running == 0)
+    late = server.submit(torch.randn(8), ENDLESS, timeout=0.05)
+    assert isinstance(late.exception(60), fxbatch.DeadlineError)
+    server.submit(torch.randn(8), ENDLESS)
+    server.stop(drain=False)
+    assert server.stats().cancelled == 2
+
+
+def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
+    """Also StopIteration, which a coroutine can't raise: its request was never answered."""
+    errors = [None, StopIteration(), SystemExit(3), KeyboardInterrupt(), ValueError("own"), None]
+
+    async def main() -> list[Any]:
+        async with fxbatch.live(Raising().eval()) as ask:
+            asked = [ask(torch.ones(4), error) for error in errors]
+            return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+
+    kinds = [type(x) for x in asyncio.run(main())]
+    assert kinds == [Tensor, *[fxbatch.InstanceError] * 3, ValueError, Tensor]
+
+
+def test_what_a_kernel_raises_leaves_those_that_never_end_to_run() -> None:
+    """They are not run by the loop, which nobody could end, and others join them afterwards."""
+    model = Lookup().eval()
+    with fxbatch.live(model, max_batch=8) as server:
+        for future in [server.submit(torch.tensor(i), 3) for i in range(4)]:
+            future.result(60)
+        endless = [server.submit(torch.tensor(i), ENDLESS) for i in range(3)]
+        until(lambda: server.stats().running == 3)
+        for wrong in (99, -5):
+            asked = [server.submit(torch.tensor(x), 2) for x in (1, wrong, 2)]
+            with pytest.raises(IndexError):
+                asked[1].result(60)
+            for x, future in zip((1, 2), asked[::2], strict=True):
+                torch.testing.assert_close(future.result(60), alone(model, torch.tensor(x), 2))
+        until(lambda: server.stats().running == 3)
+        assert not any(future.done() for future in endless)
+        assert all(future.cancel() for future in endless)
+        until(lambda: server.stats().running == 0)
+
+
+def test_a_callback_that_ends_the_thread_ends_nothing() -> None:
+    def ends(_: object) -> None:
+        raise SystemExit
+
+    with fxbatch.live(Tree().eval()) as server:
+        future = server.submit(1)
+        future.add_done_callback(ends)
+        assert future.result(60).shape == server.submit(2).result(60).shape
+
+
+@pytest.mark.usefixtures("loops")
+def test_hooks_on_all_modules_are_heard() -> None:
+    """They are recorded by none, so the loop runs: a request was never answered where they came first."""
+    heard: list[object] = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: heard.append(1))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nor does a warning that is an error end the server
+            with fxbatch.live(Tree().eval()) as server:
+                assert server.submit((1, 2)).result(60).shape == (8,)
+                assert server.submit((1, 2)).result(60).shape == (8,)
+                assert "by the plain loop: hooks on all modules" in server.explain()
+    finally:
+        hook.remove()
+    assert heard
+
+
+def test_hooks_on_all_modules_are_an_error_where_all_is_batched() -> None:
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with fxbatch.live(Tree().eval()) as server, pytest.raises(fxbatch.TraceError, match="hooks on all"):
+            server.submit((1, 2)).result(60)
+    finally:
+        hook.remove()
+
+
+def test_a_deadline_comes_before_the_end_of_gathering() -> None:
+    with fxbatch.live(Tree().eval(), max_wait=30) as server:
+        begun = time.monotonic()
+        assert isinstance(server.submit(1, timeout=0.05).exception(20), fxbatch.DeadlineError)
+        assert time.monotonic() - begun < 10
+
+
+def test_requests_are_gathered_until_max_wait_or_max_batch() -> None:
+    with fxbatch.live(Tree().eval(), max_wait=0.5, max_batch=8) as server:
+        futures = []
+        for i in range(5):
+            futures.append(server.submit(i))
+            time.sleep(0.01)
+        assert [future.result(60).shape for future in futures] == [(8,)] * 5
+        assert server.stats().batch_sizes == {5: 1} and server.stats().latency(0.01) > 0.4
+        begun = time.monotonic()
+        for future in [server.submit(i) for i in range(16)]:
+            future.result(60)
+        assert server.stats().batch_sizes == {5: 1, 8: 2} and time.monotonic() - begun < 0.4
+
+
+def test_nobody_waits_for_others_that_seldom_come() -> None:
+    with fxbatch.live(Tree().eval(), max_wait=0.03) as server:
+        times = []
+        for _ in range(40):
+            begun = time.monotonic()
+            server.submit((1, 2)).result(60)
+            times.append(time.monotonic() - begun)
+            time.sleep(0.03)
+        assert min(times[:5]) >= 0.03 > sorted(times[20:])[10]
+
+
+def test_results_are_of_inference_mode() -> None:
+    """Whoever computes them: a recording that ends, one that goes on, the loop."""
+    looped = fxbatch.autobatch(adaptive="loop")(lambda x: x * 2)
+    with (
+        fxbatch.live(Tree().eval()) as tree,
+        fxbatch.live(Decoder().eval()) as decoder,
+        fxbatch.live(looped) as loop,
+    ):
+        states = [decoder.submit(torch.ones(8), n) for n in (2, 9, 30)]
+        found = [tree.submit((1, 2)).result(60), loop.submit(torch.ones(2)).result(60)]
+        found += [future.result(60)[1] for future in states]
+    assert all(x.is_inference() and not x.requires_grad for x in found)
+
+
+def test_parts_of_the_time() -> None:
+    """The user's Python apart from recording: a forward that computes much in Python, and one that records much."""
+
+    layer = nn.Linear(2, 2)
+
+    def busy(x: Tensor) -> Tensor:
+        sum(range(40_000))
+        return layer(x)
+
+    def calls(x: Tensor) -> Tensor:
+        x = layer(x)
+        for _ in range(300):
+            x = x.sin()
+        return x
+
+    shares = {}
+    for forward in (busy, calls):
+        with fxbatch.live(fxbatch.autobatch(forward)) as server:
+            for _ in range(3):
+                for future in [server.submit(torch.ones(2)) for _ in range(64)]:
+                    future.result(60)
+            stats = server.stats()
+        assert all(x >= 0 for x in stats.seconds.values()) and stats.seconds["kernels"] > 0
+        shares[forward] = stats.seconds["python"] / (stats.seconds["python"] + stats.seconds["recording"])
+    assert shares[busy] > 0.9
+    if _fast is not None:
+        assert shares[calls] < shares[busy] - 0.2
+
+
+class Leaving(nn.Module):
+    """Leaves states on its argument, before it waits and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    @fxbatch.autobatch
+    def forward(self, states: list[Tensor]) -> bool:
+        states.append(self.cell(states[0], states[0]))
+        positive = bool(states[1].sum() > 0)
+        states.append(self.cell(states[1], states[1]))
+        return positive
+
+
+def test_what_forwards_leave_is_real_once_the_server_has_ended() -> None:
+    """Draining ends with the last phase, not before it."""
+    model, states = Leaving().eval(), [torch.randn(4)]
+    with fxbatch.live(model) as server:
+        future = server.submit(states)
+        future.add_done_callback(
+            lambda _: server.stop()
+        )  # in the thread that computes, before the last phase
+        future.result(60)
+    wanted = [states[0]]
+    alone(model, wanted)
+    for found, w in zip(states, wanted, strict=True):
+        torch.testing.assert_close(found + 0, w)
+
+
+def test_a_server_that_was_stopped_can_be_started_again() -> None:
+    server = fxbatch.live(Decoder().eval())
+    for _ in range(3):
+        future = server.start().submit(torch.ones(8), 3)
+        server.stop()
+        assert len(future.result(0)[0]) <= 3
+        future = server.start().submit(torch.ones(8), ENDLESS)
+        server.stop(drain=False)
+        assert future.cancelled()
+    stopped = server.start().submit(torch.ones(8), 3)
+    stopped.add_done_callback(lambda _: server.stop())  # in the thread that computes
+    stopped.result(60)
+    assert server.start().submit(torch.ones(8), 3).result(60)
+    server.stop()
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_weights_that_are_written_to_all_the_time_are_never_mixed(adaptive: bool) -> None:
+    """A request sees the old ones or the new ones, or is an error. Here one tensor is all that differs."""
+    tree = full_tree(7)
+    cls = type("Written", (Tree,), {"forward": fxbatch.autobatch(adaptive=adaptive)(Tree.encode)})
+    model = cls().eval()
+    weights = [model.join.weight.detach().clone(), model.join.weight.detach() * -1.5]
+    wanted = []
+    for weight in weights:
+        model.join.weight.data.copy_(weight)
+        wanted.append(alone(model, tree))
+    over = threading.Event()
+
+    def write() -> None:
+        for i in range(10**6):
+            if over.wait(0.004):
+                return
+            with torch.no_grad():
+                model.join.weight.copy_(weights[i % 2])
+
+    writer = threading.Thread(target=write)
+    with fxbatch.live(model, max_batch=8) as server:
+        server.submit(tree).result(60)
+        writer.start()
+        try:
+            for _ in range(40):
+                for future in [server.submit(tree) for _ in range(8)]:
+                    error = future.exception(60)
+                    if error is not None:
+                        assert isinstance(error, fxbatch.InPlaceError)
+                    else:
+                        assert any(torch.allclose(future.result(), w, atol=1e-5) for w in wanted)
+        finally:
+            over.set()
+            writer.join()
+        server.submit(tree).result(60)
+        assert "by the plain loop" not in server.explain()
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_request_that_never_ends_begins_anew_with_new_weights() -> None:
+    """And not by the loop, which nobody could end."""
+    model, other = Decoder().eval(), Decoder().eval()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(-1.5)
+    with fxbatch.live(model, max_batch=4) as server:
+        endless = server.submit(torch.randn(8), ENDLESS)
+        until(lambda: server.stats().phases > 5)
+        model.load_state_dict(other.state_dict())
+        h = torch.randn(8)
+        assert server.submit(h, 9).result(60)[0] == alone(other, h, 9)[0]
+        assert not endless.done() and endless.cancel()
+        until(lambda: server.stats().running == 0)
+        assert server.stats().looped == 0
+
+
+def test_metrics_are_taken_by_prometheus_client() -> None:
+    prometheus = pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    registry = prometheus.CollectorRegistry()
+    with fxbatch.live(Decoder().eval(), max_batch=4) as server:
+        registry.register(server)
+        for future in [server.submit(torch.ones(8), 3) for _ in range(8)]:
+            future.result(60)
+        assert registry.get_sample_value("fxbatch_done_total") == 8
+        assert registry.get_sample_value("fxbatch_batch_size_count") == server.stats().phases
+        assert registry.get_sample_value("fxbatch_latency_seconds", {"quantile": "0.95"}) > 0
+        assert registry.get_sample_value("fxbatch_seconds_total", {"part": "recording"}) is not None
+        assert b"fxbatch_running 0.0" in prometheus.generate_latest(registry)
+
+
+INTERRUPTED = """
+import asyncio, torch, fxbatch
+from tests.live.long_runs import ENDLESS, Decoder
+
+async def main():
+    async with fxbatch.live(Decoder().eval()) as ask:
+        asked = asyncio.create_task(ask(torch.randn(8), ENDLESS))
+        while not ask.stats().running:
+            await asyncio.sleep(0.01)
+        print("READY", flush=True)
+        await asked
+
+{run}
+"""
+RUN = {
+    "event loop": "asyncio.run(main())",
+    "thread": """
+with fxbatch.live(Decoder().eval()) as server:
+    future = server.submit(torch.randn(8), ENDLESS)
+    print("READY", flush=True)
+    future.result()
+""",
+    "nobody stops it": """
+server = fxbatch.live(Decoder().eval()).start()
+server.submit(torch.randn(8), ENDLESS)
+print("READY", flush=True)
+server.submit(torch.randn(8), ENDLESS).result()
+""",
+}
+
+
+@pytest.mark.parametrize("how", RUN)
+def test_ctrl_c_ends_a_process_that_serves(how: str, tmp_path: Path) -> None:
+    source = tmp_path / "serving.py"
+    source.write_text(INTERRUPTED.format(run=RUN[how]))
+    with subprocess.Popen(
+        [sys.executable, source], env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "READY\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors and process.returncode != 0
