@@ -56,7 +56,7 @@ class _PerThread(threading.local):
         self.workspace = Workspace()
 
 
-LARGE = 64  # calls of ATen, above which an operation is not built while a minibatch waits for it
+LARGE = 200  # calls of ATen, above which an operation is not built while a minibatch waits for it
 
 
 class Planner:
