@@ -57,9 +57,8 @@ class BuildQueue:
         self.earned = 0.0
         self._ahead = 0.0  # seconds that batching may save, at most, in AHEAD minibatches
         self._late = 0.0  # seconds that calls have taken, one by one, of what is not built
-        self._loop = 0.0  # seconds that the loop takes for the minibatch that runs
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
-        self._begun = 0.0, 0.0  # when it began, and the seconds of building before it
+        self._built_before = 0.0  # seconds of building before it
         self._minibatches = 0
         self._waiting: Cache[Hashable, _Waiting] = Cache("operations to build")
         self._looked = True  # whether nothing that waits is worth building
@@ -79,10 +78,10 @@ class BuildQueue:
     def minibatch(self, instances: int, *, loop: float = 0.0) -> Iterator[None]:
         """Around a batched minibatch whose building is bounded. loop: seconds that it takes by the loop."""
         self._minibatches += 1
-        self._instances, self._loop = instances, loop
+        self._instances = instances
         if self._minibatches == 1:
             self.earned = FIRST * loop
-        self._begun = stopwatch.now(), stopwatch.seconds_of_building()
+        self._built_before = stopwatch.seconds_of_building()
         try:
             yield
         finally:
@@ -95,7 +94,7 @@ class BuildQueue:
             return True
         if calls is not None and SELDOM * calls < self._instances:
             return False
-        built = stopwatch.seconds_of_building() - self._begun[1]
+        built = stopwatch.seconds_of_building() - self._built_before
         return built + seconds < min(MOST, self._ahead + self.earned)
 
     def put(self, key: Hashable, operation: CallByCall, build: Callable[[float], object]) -> None:
@@ -117,7 +116,7 @@ class BuildQueue:
         self.earned += (1.0 + SHARE) * loop - seconds
         late, self._late = self._late, self._seconds_late()
         if batched:
-            built = stopwatch.seconds_of_building() - self._begun[1]
+            built = stopwatch.seconds_of_building() - self._built_before
             self._ahead = AHEAD * min(loop, max(0.0, loop - seconds + built + self._late - late))
         if self._minibatches == 1:  # much of what a first minibatch takes never comes again
             self.earned = max(self.earned, 0.0)

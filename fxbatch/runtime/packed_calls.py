@@ -42,9 +42,9 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
-SECONDS = 0.1  # of building a function; of the first, for which torch imports what it needs to know of sizes
-FIRST_SECONDS = 0.8
-_SYMBOLS = "torch.export._trace"
+SECONDS = 0.1  # of building a function
+FIRST_SECONDS = 0.8  # of building the first one, with this module, which torch imports for symbols of sizes
+_IMPORTED = "torch.export._trace"
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 
@@ -94,7 +94,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_build(seconds=SECONDS if _SYMBOLS in sys.modules else FIRST_SECONDS):
+            if not self.may_build(seconds=SECONDS if _IMPORTED in sys.modules else FIRST_SECONDS):
                 return None
             with building():
                 self._build(family, types)

@@ -105,12 +105,12 @@ class Planner:
         *,
         late: bool = False,
         calls: int | None = None,
-        most: int | None = LARGE,
+        most: int | None = None,
     ) -> CompiledOperation:
         """The operation of a signature. Needs only grow from call to call, so that graphs are not remade.
 
         late: it runs call by call this time, its graphs are built later. calls: how many there are. most:
-        where building is bounded, calls of ATen above which an operation is put off.
+        calls of ATen above which it is put off; None for LARGE where building is bounded, else for any number.
         """
         if grad:
             met = self.met.of(signature)
@@ -126,7 +126,7 @@ class Planner:
             compile=None if unused else self.compile_options,
             may_build=functools.partial(self.queue.may_build, calls),
             late=late,
-            most=most if self.queue.is_bounded or most is not LARGE else None,
+            most=LARGE if most is None and self.queue.is_bounded else most,
         )
         if compiled.is_late:
             if not late:

@@ -9,10 +9,9 @@ Batching is what the decorator is for: it is done from the first minibatch on. A
 undecorated, and are timed; so is the minibatch after them, which is batched whole. Such a pair is a round; each mode
 (gradients or none) and each class of sizes (a power of two of instances) has its own. Until batching has been found
 faster it is a trial: instances are begun as long as a part of what the loop takes for all of them, and the loop runs
-the others. Where the loop is faster it runs,
-once a whole minibatch by the loop says so too, as it does in all rounds where the two are close; the margin is the
-smaller the more rounds agree. Rounds come again, ever
-more rarely, at once where the two are close, and later where the loop is much faster, so that a round costs a small
+the others. Where the loop is faster it runs, once a whole minibatch by the loop says so too, as it does in all rounds
+where the two are close; the margin is the smaller the more rounds agree. Rounds come again, ever more rarely, at once
+where the two are close, and later where the loop is much faster, so that a round costs a small
 part of the time until it.
 """
 

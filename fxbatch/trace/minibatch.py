@@ -288,7 +288,7 @@ class Turns:
 
     def all(self) -> None:
         """Run every instance to its end."""
-        self.recorder.ask = self._ask
+        self.recorder.ask = self._ask_of_parameters if self.recorder.table.computed else self._ask
         try:
             self.recorder.heard.begin()
             self.start()
@@ -445,8 +445,6 @@ class Turns:
         usual = self.usual.are_those_now()
         if usual and plain and len(values) == 1 and self.recorder.has_run(values[0]):
             return self.execution.numbers([values[0].id])  # nothing to wait for
-        if (tensors := self.recorder.of_parameters(values)) is not None:
-            return [x.tolist() for x in tensors] if plain else [*tensors]
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
@@ -463,6 +461,13 @@ class Turns:
         self.parked.append(parked)
         self.main.switch()
         return list(parked.answer)
+
+    def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:
+        """`_ask`, but for what calls of parameters alone gave: for such nobody waits."""
+        with tracing(None), unheard(self.recorder):
+            tensors = self.recorder.of_parameters(values)
+            answer: list[object] = [x.tolist() if plain else x for x in tensors]
+        return answer or self._ask(values, plain)
 
     def _why_stay(self) -> str:
         """Why the instance that asks now is not left: others would find what it has changed, or it would what they

@@ -75,9 +75,8 @@ class Columns:
     # type and type of a row: how many rows there are of values that such rows were written to.
     row_calls: dict[tuple[int, ...], Any]
     once: dict[int, int]  # by signature, of calls of parameters alone: the number of the value that they gave
-    number_ids: dict[
-        int, dict[float, int]
-    ]  # by lifted signature: the numbers of the values that its numbers are
+    # By lifted signature: the numbers of the values that its numbers are.
+    number_ids: dict[int, dict[float, int]]
 
 
 class Knowledge:
@@ -183,9 +182,8 @@ class RecordedCalls(Columns):
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
         self.views_met = {}
-        self.fresh: set[int] = (
-            set()
-        )  # ids of modules that were made in this recording, and are no part of another
+        # Ids of modules that were made in this recording, and are no part of another.
+        self.fresh: set[int] = set()
         self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
@@ -558,16 +556,14 @@ class RecordedCalls(Columns):
             self.number_ids.setdefault(entry.sid, {})[number] = value
         return value
 
-    def of_parameters(self, values: Sequence[Value]) -> list[torch.Tensor] | None:
-        """The tensors of values that calls of parameters alone gave, for which nobody has to wait; None where there are
-        others among them."""
-        if not self.once:
-            return None
+    def of_parameters(self, values: Sequence[Value]) -> list[torch.Tensor]:
+        """The tensors of values that calls of parameters alone gave, for which nobody has to wait; nothing where there
+        are others among them."""
         by_number = {number: sid for sid, number in self.once.items()}
         sids = [by_number.get(v._value) for v in values]
         signatures = [self.table.signatures[sid] for sid in sids if sid is not None]
         if len(signatures) < len(sids):
-            return None
+            return []
         with torch.no_grad():
             return [s.run((), [x.resolve() for x in s.shared])[0] for s in signatures]
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxbatch
 from fxbatch.runtime import build_queue as module
-from fxbatch.runtime import operation_cache
+from fxbatch.runtime import operation_cache, planner
 from fxbatch.runtime.build_queue import AHEAD, LONGEST, MOST, SELDOM, SHARE, BuildQueue
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import Choice, Strategy
@@ -301,3 +301,15 @@ def test_many_new_operations_are_built_by_the_clock_where_it_is_read(
     monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
     decorated(Many())(words)
     assert builds
+
+
+def test_a_large_operation_is_put_off_whoever_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built from the queue, between minibatches, it was not: a recurrent layer of 29 steps took 10 to 20 s."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    minibatch = fxbatch.compile_minibatch(fxbatch.autobatch(lambda x: model(x) * x), list(torch.randn(4, 3)))
+    operation = next(x for x in minibatch.operations if x.graphs is not None)
+    engine, signature = Engine(minibatch.engine.options, None), operation.signature
+    shared = [s.resolve() for s in signature.shared]
+    monkeypatch.setattr(planner, "LARGE", 0)
+    assert engine.compiled(signature, operation.needs, shared, True, most=planner.LARGE).is_late
+    assert engine.compiled(signature, operation.needs, shared, True).graphs is not None

@@ -301,3 +301,30 @@ def test_random_numbers_of_parameters_are_drawn_anew() -> None:
     for _ in range(3):
         drawn = model(list(torch.ones(4, 1))).flatten(0, 1)
         assert len(drawn.unique(dim=0)) == len(drawn)
+
+
+def test_what_parameters_alone_give_is_read_without_a_wait() -> None:
+    """It was read as a value again, and again, until Python's stack was full."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.randn(3, D))
+            self.layer = nn.Linear(D, D)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            for _ in range(12):
+                h = h + torch.softmax(self.weights, 0).sum(0)
+            if torch.softmax(self.weights, 0).argmax() > 99:
+                h = h * 2
+            return (
+                h
+                * torch.softmax(self.weights, 0).tolist()[0][0]
+                * torch.softmax(self.weights, 1).numpy()[0, 0]
+            )
+
+    batched: Any = type("Batched", (Model,), {"forward": fxbatch.autobatch(adaptive=False)(Model.forward)})()
+    with torch.no_grad():
+        for _ in range(3):
+            check_equal(batched, list(torch.randn(6, D)), gradients=False)
