@@ -11,6 +11,7 @@ from torch import nn
 import fxbatch
 from fxbatch import mistakes
 from fxbatch.codegen import build_operation
+from fxbatch.codegen.built import forget
 from fxbatch.errors import InternalWarning
 from fxbatch.trace import modules
 
@@ -54,6 +55,8 @@ def mistake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     scope: dict[str, Any] = {"error": error}  # a function whose frame is one of fxbatch's own
     exec(compile("def wrong(*_, **__):\n    raise error('gone')", mistakes.__file__, "exec"), scope)
     monkeypatch.setattr(where, name, scope["wrong"])
+    monkeypatch.delenv("FXBATCH_CACHE", raising=False)  # graphs that another test has built
+    forget()
     monkeypatch.setattr(mistakes, "_warned", set())
 
 
