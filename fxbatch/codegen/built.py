@@ -16,6 +16,7 @@ so that neither other processes nor other versions matter. What another user own
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -375,9 +376,13 @@ def _write(key: str, fields: Fields) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Once in a while the files that were written first go."""
+    """Once in a while the files that were written first go. Other processes may do the same at this moment."""
     names = os.listdir(folder)
-    if len(names) > _IN_FOLDER:
-        paths = sorted((folder / n for n in names), key=lambda p: (p.stat().st_mtime, p.name))
-        for path in paths[: len(paths) - _IN_FOLDER * 3 // 4]:
-            path.unlink(missing_ok=True)
+    if len(names) <= _IN_FOLDER:
+        return
+    written: list[tuple[float, str]] = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            written.append(((folder / name).stat().st_mtime, name))
+    for _, name in sorted(written)[: max(len(written) - _IN_FOLDER * 3 // 4, 0)]:
+        (folder / name).unlink(missing_ok=True)

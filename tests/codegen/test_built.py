@@ -206,3 +206,15 @@ def test_writers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for t in threads:
         t.join()
     assert built._read(key) is not None
+
+
+def test_who_deletes_a_file_that_another_process_has_deleted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(built, "_IN_FOLDER", 4)
+    for n in range(8):
+        (tmp_path / f"{n}.json").write_text("")
+    listed = [*os.listdir(tmp_path), "gone.json"]
+    monkeypatch.setattr(os, "listdir", lambda folder: listed)
+    built._prune(tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 3
