@@ -365,10 +365,11 @@ class Autobatched:
         grad, count = torch.is_grad_enabled(), len(instances)
         choice, begun = strategy.choose(count, grad=grad), stopwatch.now()
         result, batched = self._as_chosen(engine, strategy, choice, instances)
-        loop, share = strategy.loop_seconds(count, grad=grad), batched / count if count else 0.0
-        seconds = loop
+        seconds = loop = strategy.loop_seconds(count, grad=grad, backward=True)
         if batched:
-            seconds = stopwatch.now() - begun - share * strategy.saved_backward(count, grad=grad)
+            forward, share = strategy.loop_seconds(count, grad=grad), batched / count
+            backward = share * strategy.backward_seconds(count, grad=grad) + (1 - share) * (loop - forward)
+            seconds = stopwatch.now() - begun + backward
         if engine.build_waiting(seconds=seconds, loop=loop, batched=batched > 0) and not engine.queue:
             strategy.look_again()
         return result

@@ -2,14 +2,18 @@
 
 In: the body `(*groups, *shared)`. Out: the joint graph
 `(n, *groups, *shared, *output gradients) -> (*outputs, *group gradients, *shared gradients)`.
-It is recorded at two numbers of rows that are far apart; integers that differ are `a * n + b` and become nodes. The
-graphs are compared with eager at other numbers of rows (check.py); where they can't be, a third recording must agree.
+It is recorded at a number of rows that is no factor of any size: integers that are multiples of it grow with the
+rows, and become nodes. Recorded at two, those that differ are `a * n + b`. The graphs are compared with eager at other
+numbers of rows (check.py): where they differ, two recordings say more; where they can't be compared, three must agree.
+A single recording is of tensors on "meta", if one device and no autocast make these as good as fake ones, at a sixth of
+the time.
 
     joint = batch_body(body, signature, layout, input_needs, shared_needs, shared, mode)
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +35,7 @@ from fxbatch.codegen.body import (
     run,
 )
 from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node
-from fxbatch.ir import Layout, Signature
+from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -105,28 +109,73 @@ def batch_body(
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
-    third: bool = False,
+    recordings: int = 3,
 ) -> Joint:
-    """Record the joint calls at two numbers of rows and make one graph of them.
+    """Record the joint calls at one, two or three numbers of rows and make one graph of them.
 
-    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them. `third`:
-    a third number of rows has to give the same graph; so it has where random numbers keep the graphs from being
-    compared with eager, whose numbers of rows are others.
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them. `recordings`:
+    of three, the last has to give the same graph as the others; three are made where random numbers keep the graphs
+    from being compared with eager, whose numbers of rows are others.
     """
     sizes = sample_rows(signature, shared)
+    device = _only_device(signature, shared) if recordings == 1 else None
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
-    recorded: list[tuple[Tape, tuple[bool, ...]]] = []
-    for n in sizes:
-        if len(recorded) < 2 or third or recorded[0][0].random:
-            recorded.append(
-                _record_joint(body, signature, layout, n, needs, shared_needs, shared, mode, filled)
+    forms = mode if device is None else None
+    recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
+    for n in (sizes[1], sizes[0], sizes[2]):
+        if len(recorded) < recordings or recorded[sizes[1]][0].random:
+            recorded[n] = _record_joint(
+                body, signature, layout, n, needs, shared_needs, shared, forms, filled
             )
-    tapes, present = [tape for tape, _ in recorded], recorded[0][1]
-    if any(other != present for _, other in recorded):
+    once, present = recorded[sizes[1]]
+    if any(other != present for _, other in recorded.values()):
         raise NotBatchable("different gradients exist at different numbers of rows")
-    return _unify(tapes, sizes, present, len(layout.groups), len(signature.outputs), shared)
+    tapes = [recorded[n][0] if n in recorded else None for n in sizes]
+    tapes[0] = tapes[0] or _scaled(once, sizes[1], sizes[0])
+    kinds = {"groups": len(layout.groups), "weights": len(shared), "gradients": len(signature.outputs)}
+    return _unify([tape for tape in tapes if tape], sizes, present, kinds, device)
+
+
+def _only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
+    """The device of all tensors of an operation; None where there are several, or autocast chooses types by it."""
+    devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
+    dense = all(x.layout is torch.strided for x in shared)
+    return devices.pop() if len(devices) == 1 and dense and not signature.modes.autocast else None
+
+
+def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:
+    """A tensor `[*lead, *shape]` of a tensor type: a fake one, or on "meta" without a mode."""
+    if mode is not None:
+        return fake_rows(mode, kind, *lead)
+    return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device="meta")
+
+
+def _operands(mode: FakeTensorMode | None, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the forms of shared operands."""
+    if mode is not None:
+        return fake_shared(mode, shared)
+    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in shared]
+
+
+def _scaled(tape: Tape, n: int, rows: int) -> Tape:
+    """What a tape that was recorded at n rows is at others, if what is a multiple of n there is one of the rows."""
+
+    def scaled(x: Any) -> Any:
+        if type(x) is int:
+            return x if x % n else x // n * rows
+        if isinstance(x, torch.Tensor) and x.device.type == "meta" and x.layout is torch.strided:
+            shape, strides = map(scaled, x.shape), map(scaled, x.stride())
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=x.dtype, device="meta")
+        if isinstance(x, (list, tuple)):
+            return tuple(map(scaled, x)) if hasattr(x, "_fields") else type(x)(map(scaled, x))
+        return {key: scaled(y) for key, y in x.items()} if type(x) is dict else x
+
+    calls = [
+        Call(call.target, scaled(call.args), scaled(call.kwargs), scaled(call.value)) for call in tape.calls
+    ]
+    return Tape(calls, scaled(tape.results))
 
 
 def _record_joint(
@@ -137,7 +186,7 @@ def _record_joint(
     needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: FakeTensorMode | None,
     filled: Sequence[bool],
 ) -> tuple[Tape, tuple[bool, ...]]:
     """The calls of `(*groups, *shared, *output gradients, dummy)`, and which gradients exist."""
@@ -145,12 +194,12 @@ def _record_joint(
     for group, need in zip(layout.groups, needs, strict=True):
         lead = (n,) if len(group) == 1 else (n, len(group))
         kind = signature.inputs[group[0]]
-        groups.append(fake_rows(mode, kind, *lead).requires_grad_(need and kind.differentiable))
+        groups.append(_rows(mode, kind, *lead).requires_grad_(need and kind.differentiable))
     weights = [
         x.requires_grad_(need and (x.is_floating_point() or x.is_complex()))
-        for x, need in zip(fake_shared(mode, shared), shared_needs, strict=True)
+        for x, need in zip(_operands(mode, shared), shared_needs, strict=True)
     ]
-    gradients = [fake_rows(mode, kind, n) for kind in signature.outputs]
+    gradients = [_rows(mode, kind, n) for kind in signature.outputs]
     present: list[bool] = []
 
     def joint(*_: torch.Tensor) -> list[object]:
@@ -162,8 +211,8 @@ def _record_joint(
         present[:] = [slot is not None for slot in slots]
         return [*outputs, *(slot for slot in slots if slot is not None)]
 
-    with mode, no_vmap_fallback(), torch.set_grad_enabled(signature.modes.grad):
-        dummy = torch.empty(n, device=signature.outputs[0].device if signature.outputs else "cpu")
+    with mode or contextlib.nullcontext(), no_vmap_fallback(), torch.set_grad_enabled(signature.modes.grad):
+        dummy = _rows(mode, signature.outputs[0], n) if signature.outputs else torch.empty(n)
         operands = [*groups, *weights, *gradients, dummy]
         tape = record(joint, operands)
         if tape.writes:
@@ -214,9 +263,8 @@ def _unify(
     tapes: list[Tape],
     sizes: tuple[int, int, int],
     present: tuple[bool, ...],
-    groups: int,
-    outputs: int,
-    shared: Sequence[torch.Tensor],
+    kinds: dict[str, int],
+    device: torch.device | None,
 ) -> Joint:
     """One graph of tapes that must agree up to integers linear in the number of rows."""
     if len({len(tape.calls) for tape in tapes}) > 1:
@@ -224,8 +272,9 @@ def _unify(
     graph, root = fx.Graph(), torch.nn.Module()
     rows = graph.placeholder("n")
     rows.meta["values"] = sizes[:2]
-    kinds = {"groups": groups, "weights": len(shared), "gradients": outputs, "dummy": 1}
-    names = [f"{kind}_{i + 1}" for kind, count in kinds.items() for i in range(count)]
+    if device is not None:
+        rows.meta["device"] = device
+    names = [f"{kind}_{i + 1}" for kind, count in (*kinds.items(), ("dummy", 1)) for i in range(count)]
     unifier = _Unifier(graph, root, rows, sizes, names)
     for calls in zip(*(tape.calls for tape in tapes), strict=True):
         unifier.nodes.append(unifier.node(*calls))
@@ -233,7 +282,8 @@ def _unify(
     places = [node for node in graph.nodes if node.op == "placeholder"][1:]
     graph.erase_node(places.pop())  # the dummy
     graph.output(tuple(results))
-    first_gradient = groups + len(shared)
+    groups = kinds["groups"]
+    first_gradient = groups + kinds["weights"]
     return Joint(
         LazyGraphModule(root, graph),
         tuple(places[:groups]),
@@ -286,6 +336,8 @@ class _Unifier:
             return type(a)([self.argument(*xs) for xs in zip(a, *others, strict=True)])
         if isinstance(a, dict):
             return {key: self.argument(a[key], *(x[key] for x in others)) for key in a}
+        if isinstance(a, torch.device) and "device" in self.rows.meta:
+            return self.rows.meta["device"]
         if any(type(x) is not type(a) for x in others):
             raise NotBatchable(f"{a} at {self.sizes[0]} rows is {others[0]} at {self.sizes[1]}")
         if a != a or all(x == a for x in others):

@@ -96,9 +96,10 @@ def record(
     tensors: Sequence[torch.Tensor],
     rules: Mapping[object, Callable[..., object]] = MappingProxyType({}),
 ) -> Tape:
-    """Run a function on fake tensors. Under FakeTensorMode; what autocast casts is cast anew at each use. rules: what
-    is recorded in a call's place, NotImplemented where it is the call after all."""
-    recorder = _Recorder(rules)
+    """Run a function on fake tensors, under FakeTensorMode, or on tensors on "meta", where what it makes is made too.
+    What autocast casts is cast anew at each use. rules: what is recorded in a call's place, NotImplemented where it is
+    the call after all."""
+    recorder = _Recorder(rules, on_meta=any(x.is_meta for x in tensors))
     for x in tensors:
         recorder.add("placeholder", (), {}, x)
     cached = torch.is_autocast_cache_enabled()
@@ -151,9 +152,10 @@ def _map(values: dict[int, object], tree: object) -> Any:
 
 
 class _Recorder(QuietDispatchMode):
-    def __init__(self, rules: Mapping[object, Callable[..., object]]) -> None:
+    def __init__(self, rules: Mapping[object, Callable[..., object]], *, on_meta: bool) -> None:
         super().__init__()
         self.rules = rules
+        self.on_meta = on_meta
         self.calls: list[Call] = []
         self.known: dict[int, Result] = {}  # by id, of tensors that `kept` keeps
         self.kept: list[torch.Tensor] = []
@@ -192,6 +194,8 @@ class _Recorder(QuietDispatchMode):
         told, named = self.told(args), self.told(kwargs)
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             self._keep_form(args[0])
+        if self.on_meta and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "meta"}
         value = func(*args, **kwargs)
         if func in _NORMS:
             value = _with_statistics(value, args)

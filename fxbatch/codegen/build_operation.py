@@ -102,6 +102,7 @@ def _build_checked(
         return Large(calls)
     needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
+    recordings = 1
     while True:
         content = content_of(body, signature, needs, shared, zeros)
         try:
@@ -110,18 +111,26 @@ def _build_checked(
                 return check_graphs(stored, *needs, shared)
         except Exception:  # noqa: BLE001  # a custom gradient, a file that somebody changed: built like any other
             forget(content)
-        joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros)
-        with ours(NotBatchable):
-            graphs = _cut(signature, joint, layout, sparse)
         try:
+            joint, layout, sparse = build_joint(body, signature, needs, shared, mode, zeros, recordings)
+            with ours(NotBatchable):
+                graphs = _cut(signature, joint, layout, sparse)
             checked = check_graphs(graphs, *needs, shared)
         except ZeroGradient as missing:
             if (missing.shared, missing.index) in zeros:
                 raise
             zeros += ((missing.shared, missing.index),)
             continue
-        if not checked.checked and not graphs.random:
-            build_joint(body, signature, needs, shared, mode, zeros, third=True)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a number that grows with the rows by chance: two recordings tell
+            if recordings > 1:
+                raise
+            recordings = 2
+            continue
+        if not checked.checked and not graphs.random and recordings < 3:
+            recordings = 3
+            continue
         keep(content, graphs)
         return checked
 
@@ -163,12 +172,12 @@ def build_joint(
     shared: Sequence[torch.Tensor],
     mode: FakeTensorMode,
     zeros: Sequence[tuple[bool, int]] = (),
-    third: bool = False,
+    recordings: int = 3,
 ) -> tuple[Joint, Layout, tuple[int, ...]]:
     """The cleaned and rewritten joint graph of a body, before it is cut in three, and which gradients are sparse.
 
-    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them; `third`: a
-    third number of rows has to give the same (see `batch_body`).
+    `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them;
+    `recordings`: at how many numbers of rows it is recorded (see `batch_body`).
     """
     sparse = sparse_tables(body, len(signature.inputs))
     if sparse:
@@ -176,7 +185,7 @@ def build_joint(
         look_up_densely(body)
     layout = find_groups(body, signature)
     body = group_inputs(body, layout, signature)
-    joint = batch_body(body, signature, layout, *needs, shared, mode, zeros, third)
+    joint = batch_body(body, signature, layout, *needs, shared, mode, zeros, recordings)
     with ours(NotBatchable):
         mark_kept_detaches(joint.graph, joint.outputs)
         clean(joint.graph)

@@ -115,7 +115,7 @@ def _constants(module: fx.GraphModule | None) -> bool:
     return module is not None and any(node.op == "get_attr" for node in module.graph.nodes)
 
 
-# Graphs as text: a list of [op, target, args, kwargs, values, kept]; nodes are told by their number.
+# Graphs as text: a list of [op, target, args, kwargs, values, kept, device]; nodes are told by their number.
 
 
 def _nodes(graph: fx.Graph, *, values: bool = True) -> list[object]:
@@ -128,6 +128,7 @@ def _nodes(graph: fx.Graph, *, values: bool = True) -> list[object]:
             _text(node.kwargs, number),
             [_text(x, number) for x in node.meta.get("values", ())] if values else _value(node),
             bool(node.meta.get("keep")),
+            str(node.meta.get("device", "")),
         ]
         for node in graph.nodes
     ]
@@ -222,13 +223,15 @@ class _Reader:
             return None
         graph = fx.Graph()
         nodes: list[fx.Node] = []
-        for op, target, args, kwargs, values, is_kept in rows:
+        for op, target, args, kwargs, values, is_kept, device in rows:
             called = target if op in ("placeholder", "output") else _call_of(target)
             node = graph.create_node(op, called, self.read(args, nodes), self.read(kwargs, nodes))
             if values:
                 node.meta["values"] = tuple(self.read(x, nodes) for x in values)
             if is_kept:
                 node.meta["keep"] = True
+            if device:
+                node.meta["device"] = torch.device(device)
             nodes.append(node)
         graph.lint()
         return LazyGraphModule({}, graph, name)
@@ -262,7 +265,7 @@ class _Reader:
             with self.mode:
                 return torch.zeros(shape, dtype=_WORDS[dtype], device=device).to_sparse()
         of_meta = torch.empty_strided(shape, strides, dtype=_WORDS[dtype], device="meta")
-        return FakeTensor(self.mode, of_meta, torch.device(device))
+        return of_meta if device == "meta" else FakeTensor(self.mode, of_meta, torch.device(device))
 
 
 # The folder

@@ -314,11 +314,19 @@ def check_graphs(
     for draw in (_normal, _positive, _definite):
         reference = check.on(draw, 1, 1) and check.on(draw, 3, 3)
         references += [] if reference is None else [reference]
+        if reference is not None and all(map(_is_finite, reference.all)):
+            break  # it is defined on all numbers
     if references:
         check.check_large()
         check.check_integers()
     without = _without_gradient(check.eager.needs, references)
     return replace(graphs, checked=bool(references), without_gradient=without)
+
+
+def _is_finite(x: torch.Tensor | None) -> bool:
+    if x is not None and x.layout is torch.sparse_coo:
+        x = x.coalesce().values()
+    return x is None or bool(torch.isfinite(x).all())
 
 
 def inputs_without_gradient(

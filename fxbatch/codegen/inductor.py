@@ -24,7 +24,7 @@ from torch import fx
 
 from fxbatch.caches import Cache, guard
 from fxbatch.codegen.kernel import Kernel, Workspace
-from fxbatch.codegen.operation_graphs import Shape, is_tensor, shape
+from fxbatch.codegen.operation_graphs import Shape, device_of, is_tensor, shape
 from fxbatch.errors import CompileWarning
 from fxbatch.judge import differences, draws
 from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
@@ -87,7 +87,7 @@ class InputForm:
             raise NotCompilable(f"{node.name} is no dense tensor")
         if any(a not in (0, 1) or (a and b) for a, b in shape(node)):
             raise NotCompilable(f"{node.name} has a size that is neither fixed nor the number of rows")
-        return InputForm(shape(node), value.dtype, value.device)
+        return InputForm(shape(node), value.dtype, device_of(node))
 
     def empty(self, n: int) -> torch.Tensor:
         return torch.empty([n if a else b for a, b in self.sizes], dtype=self.dtype, device=self.device)

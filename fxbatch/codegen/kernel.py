@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.operation_graphs import Shape, is_cast, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import Shape, device_of, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import direct_call
@@ -513,7 +513,7 @@ def _is_new(node: fx.Node) -> bool:
 
 def _form(node: fx.Node) -> Form:
     value = node.meta["values"][0]
-    return tuple(b for _, b in shape(node)), value.dtype, value.device, value.layout
+    return tuple(b for _, b in shape(node)), value.dtype, device_of(node), value.layout
 
 
 def no_rows(outs: Sequence[torch.Tensor | None], forms: Sequence[Form]) -> list[torch.Tensor]:

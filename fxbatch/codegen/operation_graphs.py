@@ -5,7 +5,8 @@ if isinstance(graphs, Unbatched):
     kernel = UnbatchedKernel(signature)      # call by call; graphs.reason says why
 
 Each dimension is `a * n + b`, known from two sample sizes: a node of an operation graph carries `meta["values"]`, its
-(fake) value at two numbers of rows. New nodes are made with `add_call`, which computes theirs.
+value at two numbers of rows: tensors on "meta" where the operation is of one device, which its first node tells, fake
+ones otherwise. New nodes are made with `add_call`, which computes theirs.
 
     shape(node)            # ((1, 0), (0, 750)): [n, 750]
     row_type(node)         # f32[750]
@@ -14,6 +15,7 @@ Each dimension is `a * n + b`, known from two sample sizes: a node of an operati
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,7 +164,8 @@ def is_cast(node: fx.Node) -> bool:
     if not isinstance(node.args[0], fx.Node) or node.kwargs.get("memory_format") is not None:
         return False
     source, value = node.args[0].meta["values"][0], node.meta["values"][0]
-    return bool(source.device == value.device and source.layout is value.layout is torch.strided)
+    same_device = device_of(node.args[0]) == device_of(node)
+    return bool(same_device and source.layout is value.layout is torch.strided)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -174,6 +177,12 @@ def dtype(node: fx.Node) -> torch.dtype:
     return node.meta["values"][0].dtype
 
 
+def device_of(node: fx.Node) -> torch.device:
+    """The device of a tensor's node."""
+    device = node.meta["values"][0].device
+    return rows_node(node.graph).meta["device"] if device.type == "meta" else device
+
+
 def row_type(node: fx.Node) -> TensorSpec | None:
     """The type of one row if the node is `[n, ...]` with nothing else that depends on n, else None."""
     if not is_tensor(node):
@@ -182,7 +191,7 @@ def row_type(node: fx.Node) -> TensorSpec | None:
     if not dims or dims[0] != (1, 0) or any(a for a, _ in dims[1:]):
         return None
     value = node.meta["values"][0]
-    return tensor_spec(tuple(b for _, b in dims[1:]), value.dtype, value.device)
+    return tensor_spec(tuple(b for _, b in dims[1:]), value.dtype, device_of(node))
 
 
 def bytes_per_row(node: fx.Node) -> int:
@@ -192,23 +201,21 @@ def bytes_per_row(node: fx.Node) -> int:
     return max(grown, 1) * first.element_size()
 
 
-def evaluate(target: Callable[..., object], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def evaluate(node: fx.Node) -> tuple[Any, Any]:
     """The values of a call at both sample sizes."""
+    on_meta = {"device": "meta"} if "device" in rows_node(node.graph).meta and "device" in node.kwargs else {}
     results = []
     for i in (0, 1):
-        pick = lambda node, i=i: node.meta["values"][i]  # noqa: E731
-        a, k = fx.map_arg(args, pick), fx.map_arg(kwargs, pick)
-        results.append(_run(target, a, k))
+        pick = lambda x, i=i: x.meta["values"][i]  # noqa: E731
+        args, kwargs = fx.map_arg(node.args, pick), fx.map_arg(node.kwargs, pick)
+        results.append(_run(node.target, args, {**kwargs, **on_meta}))
     return results[0], results[1]
 
 
-def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
     fakes = [x for x in _leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-    with torch.no_grad():
-        if not fakes:
-            return target(*args, **kwargs)
-        with fakes[0].fake_mode:
-            return target(*args, **kwargs)
+    with torch.no_grad(), fakes[0].fake_mode if fakes else contextlib.nullcontext():
+        return target(*args, **kwargs)
 
 
 def _leaves(tree: object) -> list[Any]:
@@ -228,7 +235,7 @@ def add_call(
 ) -> fx.Node:
     """A new call_function node at the graph's insertion point, with its values: those of `like`, if it is the same."""
     node = graph.call_function(target, args, kwargs or {})
-    node.meta["values"] = evaluate(target, node.args, node.kwargs) if like is None else like.meta["values"]
+    node.meta["values"] = evaluate(node) if like is None else like.meta["values"]
     return node
 
 

@@ -44,6 +44,7 @@ from fxbatch.codegen.operation_graphs import (
     Shape,
     Size,
     add_call,
+    device_of,
     dtype,
     is_pointwise,
     is_tensor,
@@ -376,7 +377,7 @@ def concatenate(graph: fx.Graph, like: fx.Node, dim: int, parts: list[Segment]) 
 
 
 def _zeros(graph: fx.Graph, like: fx.Node, dims: Shape) -> fx.Node:
-    form = {"dtype": dtype(like), "device": like.meta["values"][0].device}
+    form = {"dtype": dtype(like), "device": device_of(like)}
     return add_call(graph, aten.zeros.default, (shape_argument(graph, dims),), form)
 
 

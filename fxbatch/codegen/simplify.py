@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.operation_graphs import add_call, dtype, is_tensor, shape, shape_argument
+from fxbatch.codegen.operation_graphs import add_call, device_of, dtype, is_tensor, shape, shape_argument
 
 aten = torch.ops.aten
 
@@ -156,8 +156,7 @@ def _drop_same_cast(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     inner = x.args[0] if x.target is aten._to_copy.default else None
     if inner is not None and same_form(inner, node) and _widens(dtype(inner), dtype(x)):
         x = inner  # widened and narrowed again
-    same_device = x.meta["values"][0].device == node.meta["values"][0].device
-    return x if same_form(x, node) and same_device else None
+    return x if same_form(x, node) and device_of(x) == device_of(node) else None
 
 
 def _drop_same_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:

@@ -464,7 +464,7 @@ class Backward:
                     phase.tapes[k], given_by_output, keep=self.run.lasting or backward_keeps_graph()
                 )
             if compiled.is_late:
-                compiled.seconds += stopwatch.now() - begun
+                compiled.count_late(stopwatch.now() - begun, n)
             for group, target in zip(compiled.grad_groups, group_grads, strict=True):
                 gradient = input_grads[group]
                 target.zero_() if gradient is None else target.copy_(gradient)

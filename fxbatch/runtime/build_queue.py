@@ -27,7 +27,7 @@ from fxbatch import stopwatch
 from fxbatch.caches import Cache
 
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
-AHEAD = 4.0  # minibatches whose savings may be spent ahead
+AHEAD = 10.0  # minibatches whose savings may be spent ahead
 FIRST = 1.0  # of the loop's time: what may be spent before anything is known of savings
 SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
 # what building one takes
@@ -38,7 +38,7 @@ LONGEST = 2.0  # seconds that are never spent on one operation
 class CallByCall(Protocol):
     """An operation that is not built yet."""
 
-    seconds: float  # that its calls have taken
+    seconds: float  # that its calls have taken beyond what batched ones would have
     expected: float  # seconds that building it takes, where it takes far more than others; else 0
 
 

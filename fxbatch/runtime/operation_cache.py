@@ -41,9 +41,9 @@ from fxbatch.trace.torch_patches import patched, patching
 
 MANY_NEW = 64  # new signatures in one program from which on building is put off
 ENOUGH_CALLS = (
-    500  # calls that cost about as much as building: 75 ms at 0.15 ms a call, forwards and backwards
+    200  # calls that cost about as much as building: 25 ms at 0.12 ms a call, forwards and backwards
 )
-SECONDS_A_CALL = 4e-3  # of building, for each call of ATen in the body
+SECONDS_A_CALL = 2e-3  # of building, for each call of ATen in the body
 REASON = "met too few times so far, or too lately, for its graphs to be built"
 
 
@@ -118,7 +118,7 @@ class CompiledOperation:
     native_forward: NativeStep | None = None  # see codegen/native_programs.py
     native_backward: NativeStep | None = None
     native_parameters: NativeStep | None = None
-    seconds: float = 0.0  # that its calls have taken, one by one
+    seconds: float = 0.0  # that its calls have taken, one by one, beyond what one call for all would have
     expected: float = 0.0  # seconds that building it takes, where it is a large one that is not built yet
     not_native: tuple[str, ...] = ()  # which kernels run in Python, and why
     compiled: tuple[CompiledGraph, ...] = ()  # what `compile=` made, of forward, backward and parameters
@@ -156,6 +156,10 @@ class CompiledOperation:
     def is_late(self) -> bool:
         """Whether it runs call by call because its graphs are not built yet."""
         return self.reason == REASON
+
+    def count_late(self, seconds: float, n: int) -> None:
+        """A launch of n calls, one by one, took so long; a batched one of two takes little more than one call."""
+        self.seconds += seconds * n / (n + 1)
 
     @property
     def compile_seconds(self) -> float:

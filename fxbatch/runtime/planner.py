@@ -57,6 +57,7 @@ class _PerThread(threading.local):
 
 
 LARGE = 200  # calls of ATen, above which an operation is not built while a minibatch waits for it
+SMALL = 32  # up to which it is built after one, whatever its calls have taken
 
 
 class Planner:
@@ -133,7 +134,7 @@ class Planner:
 
                 def build(seconds: float) -> None:
                     self.compiled(
-                        signature, needs, shared, grad, most=max(LARGE, int(seconds / SECONDS_A_CALL))
+                        signature, needs, shared, grad, most=max(SMALL, int(seconds / SECONDS_A_CALL))
                     )
 
                 self.queue.put((id(signature), needs), compiled, build)

@@ -226,15 +226,15 @@ class Strategy:
         seconds = self.loop_seconds(instances, grad=grad, backward=True)
         return Trial(TRIAL * seconds) if seconds else None
 
-    def saved_backward(self, instances: int, *, grad: bool) -> float:
-        """By how much backward passes are faster batched; 0 where one of the two was not timed yet."""
+    def backward_seconds(self, instances: int, *, grad: bool) -> float:
+        """About how long batched backward passes take: as long as the loop's, where none was timed yet."""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
-            ways = () if case is None else (case.loop, case.batch)
-            loop, batch = [
-                _median([t.backward / t.instances for t in way if t.backward]) for way in ways
-            ] or (0.0, 0.0)
-            return instances * (loop - batch) if loop and batch else 0.0
+            timed = [] if case is None or not grad else [t for t in case.batch if t.backward]
+        if timed:
+            return instances * _median([t.backward / t.instances for t in timed])
+        whole = self.loop_seconds(instances, grad=grad, backward=True)
+        return whole - self.loop_seconds(instances, grad=grad)
 
     def look_again(self) -> None:
         """Begin rounds with the next minibatches: batching has become faster, as all is built."""

@@ -160,7 +160,7 @@ def test_files_name_only_calls_that_are_known(tmp_path: Path) -> None:
     reader = built._Reader()
     for name in ("os.system.x", "builtins.eval.x", "eval", "aten.nothing.default", "fxbatch.x.y"):
         with pytest.raises((ValueError, AttributeError, KeyError)):
-            reader.module([["call_function", name, {"tuple": []}, {"dict": []}, [], False]], "Forward")
+            reader.module([["call_function", name, {"tuple": []}, {"dict": []}, [], False, ""]], "Forward")
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs owners of files")

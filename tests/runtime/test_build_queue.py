@@ -111,6 +111,28 @@ def test_nothing_is_built_where_recording_alone_takes_longer_than_the_loop(clock
         assert not queue.may_build(calls=8) and not queue.build()
 
 
+def test_calls_one_by_one_lose_less_the_fewer_they_are() -> None:
+    compiled = operation_cache.CompiledOperation.__new__(operation_cache.CompiledOperation)
+    compiled.seconds = 0.0
+    for n, lost in ((1, 0.5), (3, 0.75), (99, 0.99)):
+        before = compiled.seconds
+        compiled.count_late(1.0, n)
+        assert compiled.seconds - before == pytest.approx(lost)
+
+
+def test_backward_passes_count_as_long_as_the_loops_until_one_was_timed() -> None:
+    strategy = Strategy()
+    for choice in (strategy.choose(8, grad=True), strategy.choose(8, grad=True)):
+        assert choice.timing is not None
+        batched = choice.batches and not choice.scouts
+        choice.timing.forward, choice.timing.backward = (0.4, 0.0) if batched else (1.0, 2.0)
+    each = 8 / choice.timing.instances
+    assert strategy.backward_seconds(8, grad=True) == pytest.approx(2.0 * 8 / 4)
+    assert strategy.backward_seconds(8, grad=False) == 0.0
+    choice.timing.backward = 0.5
+    assert strategy.backward_seconds(8, grad=True) == pytest.approx(0.5 * each)
+
+
 def test_what_is_large_waits_until_its_calls_have_taken_a_part_of_what_it_takes(clock: Clock) -> None:
     queue, large, allowed = BuildQueue(), Late(0.1, expected=1.0), []
     for _ in range(2):
