@@ -76,7 +76,7 @@ class Unstacker:
     """Replaces reductions of stacks; the same Signatures for the same types and modes."""
 
     def __init__(self) -> None:
-        self.signatures: Cache[Hashable, Signature] = Cache("sums of values")
+        self.signatures: Cache[Hashable, Signature] = Cache("signatures of rewrites")
 
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
