@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from fxbatch.caches import Cache
 from fxbatch.ir import Program, Signature, SignatureColumns, Slot, TensorSpec, tensor_spec
 from fxbatch.passes.select import eliminate_dead, reorder
-from fxbatch.passes.unstack_sums import is_stack
+from fxbatch.passes.unstack_sums import is_stack, number_of
 from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload
 from fxbatch.trace.modules import runs_torchs_code_alone
 from fxbatch.trace.operations import take_row
@@ -201,7 +201,7 @@ def unstack_rows(program: Program) -> Program:
     while ((further := stands_for[stands_for]) != stands_for).any():  # a stack of rows of stacks
         stands_for = further
     inputs, outputs = stands_for[program.inputs], stands_for[program.outputs]
-    if len(np.unique(outputs)) < len(outputs):  # results are each of their own
+    if len(outputs) and np.bincount(outputs).max() > 1:  # results are each of their own
         return program
     return eliminate_dead(dataclasses.replace(program, inputs=inputs, outputs=outputs))
 
@@ -269,7 +269,7 @@ class RowUnstacker:
         stands_for = np.arange(program.values + len(keys))
         stands_for[values] = numbers[np.searchsorted(keys, shown[0] * most + shown[1])]
         outputs = stands_for[program.outputs]
-        if len(np.unique(outputs)) < len(outputs):  # results are each of their own
+        if len(outputs) and np.bincount(outputs).max() > 1:  # results are each of their own
             return program
         every = np.concatenate([program.sig, sig])
         # All rows stand where the whole stood: calls that follow one another are fused.
@@ -300,10 +300,7 @@ class RowUnstacker:
         number = np.full(len(signatures), -1)
         of = program.sig[rows.call]
         for s in np.unique(of).tolist():
-            like = self._row_signature(program, program.signatures[s])
-            if like not in signatures:
-                signatures.append(like)
-            number[s] = signatures.index(like)
+            number[s] = number_of(signatures, self._row_signature(program, program.signatures[s]))
         return number[of], tuple(signatures)
 
     def _row_signature(self, program: Program, like: Signature) -> Signature:

@@ -28,7 +28,7 @@ from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
-from fxbatch.passes.unstack_sums import summed_stacks
+from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_spec
@@ -316,12 +316,14 @@ class PackedCalls:
 
 def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     """Whether a call of these signatures reads constants alone, and values of earlier phases."""
-    reads = np.isin(program.sig[program.reader], packed)
-    values = program.inputs[reads] - program.known
     constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures], dtype=bool)
-    there = (values < 0) | constant[program.sig[program.call_of_value[np.maximum(values, 0)]]]
-    waiting = program.reader[reads]
-    return len(np.setdiff1d(waiting, waiting[~there])) > 0
+    waiting = np.zeros(len(program.signatures), dtype=bool)
+    waiting[packed] = True
+    waiting = waiting[program.sig]
+    reads = np.flatnonzero(waiting[program.reader])
+    maker = program.makers(program.inputs[reads])
+    waiting[program.reader[reads[(maker >= 0) & ~constant[program.sig[maker]]]]] = False
+    return bool(waiting.any())
 
 
 class _Resolution:
@@ -401,7 +403,7 @@ class _Resolution:
             calls = np.flatnonzero(self.resolved & (p.sig == s))
             grad = p.signatures[s].modes.grad
             for k, kind in enumerate(p.signatures[s].outputs):
-                sig[first[calls] + k] = _number_of(signatures, table.constant(kind, grad=grad).signature)
+                sig[first[calls] + k] = number_of(signatures, table.constant(kind, grad=grad).signature)
         left = ~self.resolved[p.reader]
         new = Program(
             signatures=tuple(signatures), sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
@@ -413,13 +415,6 @@ class _Resolution:
                 at = new.first_value[np.flatnonzero(sig == s)].tolist()
                 constants[s] = [self.held[v] if v in self.held else self.constant[v] for v in at]
         return dataclasses.replace(new, constants=constants)
-
-
-def _number_of(signatures: list[Signature], signature: Signature) -> int:
-    """The number of a signature among these, which a rewrite may have added to; it is put there where it is not."""
-    if signature not in signatures:
-        signatures.append(signature)
-    return signatures.index(signature)
 
 
 def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
@@ -550,7 +545,7 @@ def _with_constants(
     kinds = program.type_of_value[values]
     signatures = list(program.signatures)
     types = {k: table.constant(program.types[k]).signature for k in np.unique(kinds).tolist()}
-    of_kind = {k: _number_of(signatures, signature) for k, signature in types.items()}
+    of_kind = {k: number_of(signatures, signature) for k, signature in types.items()}
     sids = [of_kind[k] for k in kinds.tolist()]
     left = ~ran
     width, first = program.width[program.sig[left]], program.first_value[:-1][left]
