@@ -207,8 +207,8 @@ class Program:
 
     def makers(self, values: np.ndarray) -> np.ndarray:
         """int64 [values]: the call that makes each of these, -1 for those of earlier phases."""
-        made = self.call_of_value[np.maximum(values - self.known, 0)]
-        return made if not self.known else np.where(values < self.known, -1, made)
+        makers: np.ndarray = self.call_of_value[np.maximum(values - self.known, 0)]
+        return makers if not self.known else np.where(values < self.known, -1, makers)
 
     @functools.cached_property
     def output_of_value(self) -> np.ndarray:

@@ -149,7 +149,7 @@ class _RowReads(NamedTuple):
 
 def _row_reads(program: Program, kinds: _Kinds) -> _RowReads:
     calls = np.flatnonzero((kinds.row != NO_ROW)[program.sig])
-    calls = calls[program.inputs[program.input_offsets[calls]] >= program.known]
+    calls = calls[program.makers(program.inputs[program.input_offsets[calls]]) >= 0]
     first = program.input_offsets[calls]
     row = kinds.row[program.sig[calls]]
     lifted = row == LIFTED
@@ -169,8 +169,8 @@ def _row_reads(program: Program, kinds: _Kinds) -> _RowReads:
 def _numbers(program: Program, values: np.ndarray) -> np.ndarray:
     """int64: the numbers that these values are, NO_ROW for those of which that is not known."""
     numbers = np.full(len(values), NO_ROW, dtype=np.int64)
-    call = program.call_of_value[np.maximum(values - program.known, 0)]
-    kinds = np.where(values >= program.known, program.sig[call], -1)
+    call = program.makers(values)
+    kinds = np.where(call >= 0, program.sig[call], -1)
     for s in np.unique(kinds).tolist():
         if s < 0 or program.signatures[s].operation.kind != "number":
             continue
@@ -186,14 +186,14 @@ def unstack_rows(program: Program) -> Program:
     if not kinds or not kinds.stack[program.sig].any():
         return program
     calls, value, source, row = _row_reads(program, kinds)
-    stack = program.call_of_value[source - program.known]
+    stack = program.makers(source)
     sig, by = program.sig[stack], program.sig[calls]
     good = kinds.stack[sig] & (kinds.modes[sig] == kinds.modes[by])
     calls, value, stack, row = calls[good], value[good], stack[good], row[good]
     shown = program.inputs[program.input_offsets[stack] + row]
     # Without gradients a row is no part of the graph, and what it shows may be.
-    maker = program.call_of_value[np.maximum(shown - program.known, 0)]
-    same = kinds.grad[program.sig[calls]] | ((shown >= program.known) & ~kinds.grad[program.sig[maker]])
+    maker = program.makers(shown)
+    same = kinds.grad[program.sig[calls]] | ((maker >= 0) & ~kinds.grad[program.sig[maker]])
     if not same.any():
         return program
     stands_for = np.arange(program.values)
@@ -235,10 +235,9 @@ class RowUnstacker:
         reads = _row_reads(program, kinds)
         source = np.full(len(program), -1)  # of each such call, the call that gives its input
         alike = np.flatnonzero(kinds.alike[program.sig])
-        value = program.inputs[program.input_offsets[alike]]
-        source[alike] = np.where(value >= program.known, program.call_of_value[value - program.known], -1)
+        source[alike] = program.makers(program.inputs[program.input_offsets[alike]])
         apart = _calls_apart(program, kinds, reads, source)
-        of = program.call_of_value[reads.source - program.known]
+        of = program.makers(reads.source)
         mine = apart[of]
         if not mine.any():
             return program
@@ -335,8 +334,8 @@ def _calls_apart(program: Program, kinds: _Kinds, reads: _RowReads, source: np.n
     nothing but rows is read of them. source: the call that gives the input of each."""
     sig = program.sig
     apart = kinds.alike[sig] & (source >= 0)
-    results = program.outputs[program.outputs >= program.known] - program.known
-    apart[program.call_of_value[results]] = False
+    results = program.makers(program.outputs)
+    apart[results[results >= 0]] = False
     by_rows = np.bincount(reads.call, minlength=len(program)) == program.width[sig]
     by_rows &= kinds.row[sig] != NO_ROW
     of = source[apart]
@@ -347,10 +346,9 @@ def _calls_apart(program: Program, kinds: _Kinds, reads: _RowReads, source: np.n
     # Without gradients a row is no part of the graph, nor is what reads a stack that was made so.
     through = kinds.grad[sig[source]] | ~kinds.grad[sig] | kinds.constant[sig[source]] | ~begins[source]
     apart &= through
-    computed = program.inputs >= program.known
-    maker, reader = program.call_of_value[program.inputs[computed] - program.known], program.reader[computed]
-    ours = apart[maker]
-    maker, reader = maker[ours], reader[ours]
+    maker = program.makers(program.inputs)
+    ours = (maker >= 0) & apart[maker]
+    maker, reader = maker[ours], program.reader[ours]
     graded = by_rows[reader] & (kinds.grad[sig[reader]] | ~kinds.grad[sig[maker]])
     before = -1
     while before != (before := int(apart.sum())):

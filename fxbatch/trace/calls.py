@@ -103,6 +103,11 @@ _PACKED = frozenset({
 })  # fmt: skip
 
 
+UNFILLED: dict[object, Any] = {
+    torch.Tensor.new_empty: torch.Tensor.new_zeros, torch.empty_like: torch.zeros_like,
+}  # fmt: skip
+
+
 def call_function(
     recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
@@ -121,9 +126,12 @@ def call_function(
         return recorder.emit(entry, [refresh(x) for x in args if type(x) is Value])
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])
-    if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
-        # A size is a shape there and a tuple is data; pytrees make tuples of sizes.
-        func = torch.Tensor.new_empty
+    if func is torch.Tensor.new and len(args) > 1 and (type(args[1]) is torch.Size or type(args[-1]) is int):
+        # A size is a shape there and a tuple is data; pytrees make tuples of sizes. What memory holds is nobody's
+        # business, and zeros are the same in each run.
+        func = torch.Tensor.new_zeros
+    elif func in UNFILLED:
+        func = UNFILLED[func]
     elif func in (torch.Tensor.new, torch.Tensor.new_tensor) and len(args) > 1 and _copies(func, args[1]):
         return _copied(recorder, func, *args, **kwargs)
     if func in PURE_FORMS:
@@ -307,8 +315,8 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
 def _views_alone(
     recorder: RecordedCalls, func: object, args: tuple[object, ...]
 ) -> tuple[object, ...] | None:
-    """The key of a call with values and views of shared operands, by where these lie; None for a call with anything
-    else, or with rows that are looked up."""
+    """The key of a call with values, parameters and views of shared operands, by where these lie; None for a call with
+    anything else, or with rows that are looked up."""
     key: list[object] = [func]
     for x in args:
         if type(x) is Value and x._recorder is recorder:
@@ -323,6 +331,8 @@ def _views_alone(
             if shared is None or len(rows) > MANY_ROWS or not view_of_shared(recorder, x):
                 return None
             key.append((shared.key, base.shape, x.dtype, x.device, *_place_in(base, x)))
+        elif isinstance(x, torch.nn.Parameter) and (shared := recorder.shared_operand(x)) is not None:
+            key.append(shared.key)
         else:
             return None
     return ("views", *key) if any(type(x) is tuple for x in key) else None
