@@ -91,7 +91,9 @@ def _kinds(columns: SignatureColumns) -> _Kinds | tuple[()]:
         np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
         np.array([s.modes.grad for s in signatures], dtype=bool),
         np.array([treats_rows_alike(s) for s in signatures], dtype=bool),
-        np.array([s.operation.kind == "constant" and s.outputs[0].shape != () for s in signatures], dtype=bool),
+        np.array(
+            [s.operation.kind == "constant" and s.outputs[0].shape != () for s in signatures], dtype=bool
+        ),
         np.array([t.shape[0] if t.shape else 0 for t in columns.types], dtype=np.int64),
     )
     return kinds if (kinds.stack | kinds.alike).any() and (kinds.row != NO_ROW).any() else ()
@@ -111,12 +113,16 @@ def treats_rows_alike(signature: Signature) -> bool:
         return plain and s.frozen is not None and _rank_after(s.frozen.module, len(shape)) > 0
     if s.operation.kind != "function":
         return False
-    if target is F.embedding:  # in a table that all share; what is set besides is for its gradient or its rows
+    if (
+        target is F.embedding
+    ):  # in a table that all share; what is set besides is for its gradient or its rows
         return len(s.shared) == 1 and leaves[1] == Slot("shared", 0) and all(
             x is None or x is False or (type(x) is float and n == 2) for n, x in enumerate(leaves[2:])
         )  # fmt: skip
     if target is F.linear:
-        return len(shape) > 1 and all(type(x) is Slot and x.kind == "shared" or x is None for x in leaves[1:])
+        return len(shape) > 1 and all(
+            (type(x) is Slot and x.kind == "shared") or x is None for x in leaves[1:]
+        )
     return target in _POINTWISE and not s.shared and True not in leaves[1:]
 
 
@@ -280,8 +286,10 @@ class RowUnstacker:
                 program, rows.call[mine], rows.row[mine], constants.get(s, ()), signatures[s].outputs[0]
             )
             number = (np.cumsum(every == s) - 1)[order[every[order] == s]]
-            whole = isinstance(payload, IntegerColumn)
-            constants[s] = payload.take(number) if whole else [payload[i] for i in number.tolist()]
+            if isinstance(payload, IntegerColumn):
+                constants[s] = payload.take(number)
+            else:
+                constants[s] = [payload[i] for i in number.tolist()]
         wide = dataclasses.replace(
             program,
             signatures=signatures,

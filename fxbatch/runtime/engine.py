@@ -257,7 +257,9 @@ class ReadyMinibatch:
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
     under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
-    whole: tuple[list[torch.Tensor], Sequence[int] | None]  # constants of which rows may have been, their versions
+    whole: tuple[
+        list[torch.Tensor], Sequence[int] | None
+    ]  # constants of which rows may have been, their versions
     used: bool = False
 
     @staticmethod
@@ -314,7 +316,10 @@ class ReadyMinibatch:
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)
-            or (len(self.whole[0]) > 0 and (self.whole[1] is None or versions_of(self.whole[0]) != self.whole[1]))
+            or (
+                len(self.whole[0]) > 0
+                and (self.whole[1] is None or versions_of(self.whole[0]) != self.whole[1])
+            )
         )
 
 

@@ -49,7 +49,6 @@ MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 
 
-
 @dataclass(eq=False)
 class CallFamily:
     """Calls of one module or function that differ in the sizes of their inputs alone."""

@@ -92,7 +92,9 @@ class IntegerColumn(Sequence[torch.Tensor]):
     @staticmethod
     def of_rows(tensors: Sequence[torch.Tensor], rows: Sequence[np.ndarray]) -> IntegerColumn:
         """The column of these rows of each of some plain tensors of one dimension on the CPU."""
-        column = IntegerColumn(np.concatenate([t.numpy()[i] for t, i in zip(tensors, rows, strict=True)]), None)
+        column = IntegerColumn(
+            np.concatenate([t.numpy()[i] for t, i in zip(tensors, rows, strict=True)]), None
+        )
         column._rows = list(zip(tensors, rows, strict=True))
         return column
 

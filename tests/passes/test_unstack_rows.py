@@ -256,7 +256,9 @@ def test_a_hook_or_a_class_of_the_users_keeps_a_module_whole() -> None:
 @pytest.mark.parametrize("deduplicate", ["auto", True])
 def test_words_that_are_written_to_after_a_minibatch_was_planned_are_read_anew(deduplicate: Any) -> None:
     model, words = Words(words_at_once), sentences(0)
-    model.forward = fxbatch.autobatch(adaptive=False, deduplicate=deduplicate)(Words.forward.__wrapped__).__get__(model)  # type: ignore[method-assign, attr-defined]
+    model.forward = fxbatch.autobatch(adaptive=False, deduplicate=deduplicate)(
+        Words.forward.__wrapped__
+    ).__get__(model)  # type: ignore[method-assign, attr-defined]
     data = fxbatch.TracedDataset(model.forward, words)
     for ready in fxbatch.prefetch(model.forward, [[data[i] for i in range(len(words))]] * 2):
         words[0][0] = (words[0][0] + 1) % 9
