@@ -30,7 +30,7 @@ from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
-from fxbatch.trace.constants import IntegerColumn
+from fxbatch.trace.constants import IntegerColumn, versions_of
 from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
@@ -257,6 +257,9 @@ class ReadyMinibatch:
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
     under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
+    whole: tuple[
+        list[torch.Tensor], Sequence[int] | None
+    ]  # constants of which rows may have been, their versions
     used: bool = False
 
     @staticmethod
@@ -271,6 +274,9 @@ class ReadyMinibatch:
         results = Results(recording.results, recording.held)
         values = results.values
         program = recording.recorder.final_program(values)
+        shapes = {s: program.signatures[s].outputs[0].shape for s in program.constants}
+        whole = [t for s, payload in program.constants.items() if shapes[s] for t in payload]
+        versions = versions_of(whole)
         phase = None
         renumber: Renumber = lambda ids: ids  # noqa: E731
         if len(program) and isinstance(run, Run):
@@ -286,6 +292,7 @@ class ReadyMinibatch:
         return ReadyMinibatch(
             engine, run, instances, results, renumber, phase, None if isinstance(run, Run) else program,
             known_model(engine.table, engine.root).fingerprint, operands, modes_now(), recording.integers,
+            (whole, versions),
         )  # fmt: skip
 
     def __call__(self, out: str) -> Any:
@@ -309,6 +316,10 @@ class ReadyMinibatch:
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)
+            or (
+                len(self.whole[0]) > 0
+                and (self.whole[1] is None or versions_of(self.whole[0]) != self.whole[1])
+            )
         )
 
 

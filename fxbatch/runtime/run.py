@@ -46,15 +46,22 @@ class KnownValues:
 
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
-        self.constant: dict[
-            int, object
-        ] = {}  # what the programs' constants are, and rows of what packed calls gave
+        self._constant: dict[int, object] = {}
+        self._programs: list[Program] = []  # whose constants nobody has asked for
+
+    @property
+    def constant(self) -> dict[int, object]:
+        """What the programs' constants are, and rows of what packed calls gave."""
+        programs, self._programs = self._programs, []
+        for program in programs:
+            for s, payload in program.constants.items():
+                values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
+                self._constant.update(zip(values, payload, strict=True))
+        return self._constant
 
     def note(self, program: Program) -> None:
         """The constants of a phase."""
-        for s, payload in program.constants.items():
-            values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
-            self.constant.update(zip(values, payload, strict=True))
+        self._programs.append(program)
 
 
 class Resolver(Protocol):

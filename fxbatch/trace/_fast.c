@@ -504,7 +504,7 @@ static struct {
     const PyGetSetDef **where;
 } const getters[] = {
     {"shape", &get_shape}, {"dtype", &get_dtype}, {"is_cpu", &get_is_cpu}, {"_version", &get_version}, {"_base", &get_base},
-    {"requires_grad", &get_requires_grad},
+    {"requires_grad", &get_requires_grad}, {"grad_fn", &get_grad_fn},
 };
 
 static struct {
