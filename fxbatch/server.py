@@ -41,6 +41,7 @@ from fxbatch.errors import (
 )
 from fxbatch.ir import Program, Schedule
 from fxbatch.on_demand import prometheus_parser
+from fxbatch.plain_loop import loop_over
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operands import resolve_all
@@ -424,7 +425,7 @@ class Server:
         """Serve a request by the plain loop."""
         try:
             with torch.inference_mode():
-                result = self.decorated.loop([self._arguments(request)])[0]
+                result = loop_over(self.decorated.one, [self._arguments(request)])[0]
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
             result = error
         self._counts.of["looped"] += 1

@@ -260,6 +260,24 @@ def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
     return _KernelEmitter(module, name).emit()
 
 
+def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:
+    """One call as a function of the tensors that it reads and the memory that its results are written to, in a row.
+    results: the call, or the items of what it gives."""
+    emitter = _KernelEmitter(None, node.name)
+    inputs = emitter.registers = {x: Register(x.name) for x in node.all_input_nodes}
+    outs = [Register(f"o{i}") for i in range(len(results))]
+    read = (*inputs.values(), *outs)
+    direct = list(results) == [node] and _torch_function(node) is not None
+    emitter._call(node, emitter.body, outs[0] if direct else None)
+    for out, x in () if direct else zip(outs, results, strict=True):
+        if x is not node:
+            emitter._call(x, emitter.body)
+        emitter.body.append(
+            Instruction("into", torch.Tensor.copy_, (out, emitter.registers[x]), Register(f"{out}_there"))
+        )
+    return InstructionList(tuple(emitter.body), read, ()).bind()
+
+
 def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
     """The nodes that depend on shared operands alone (casts, sums of biases), and those of them that other nodes read.
 
@@ -296,7 +314,7 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
 
 @dataclass
 class _KernelEmitter:
-    module: fx.GraphModule
+    module: fx.GraphModule | None  # None: of single calls
     name: str
     body: list[Instruction] = field(default_factory=list)
     prepared: list[Instruction] = field(default_factory=list)  # run once a run, of shared operands
@@ -305,6 +323,7 @@ class _KernelEmitter:
     launches: int = 0
 
     def emit(self) -> Kernel:
+        assert self.module is not None
         graph = self.module.graph
         places = [x for x in graph.nodes if x.op == "placeholder"]
         self.results: list[fx.Node] = list(graph.output_node().args[0])

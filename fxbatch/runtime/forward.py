@@ -310,7 +310,7 @@ def _run_call_by_call(
     inputs = [source_rows(source, n) for source in sources]
     if compiled.unbatched.keeps_rows(compiled.needs_gradient):
         inputs = [x if source[0] == INDEX else x.clone() for x, source in zip(inputs, sources, strict=True)]
-    _, tape = compiled.unbatched.forward(
+    _, tape = compiled.unbatched.taped(
         inputs, shared, input_needs=compiled.needs[0], shared_needs=compiled.needs[1], n=n, outs=outs
     )
     if compiled.needs_gradient:

@@ -270,17 +270,19 @@ def _emit(
             continue
         kernel = kernels[name] = emit_kernel(module)
         step = make_program(kernel) if native and (compile is None or compile.rest) else "compiled otherwise"
-        if compile is not None and not isinstance(step, NativeStep):
+        if compile is not None and (not isinstance(step, NativeStep) or step.calls):
             label = f"{signature.name}: {name}"
             compiled_graph = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
             if isinstance(compiled_graph, CompiledGraph):
                 kernels[name] = compiled_graph
                 compiled.append(compiled_graph)
+                step = step.calls[0] if isinstance(step, NativeStep) else step
             else:
                 uncompiled.append(f"{name}: {compiled_graph}")
                 step = make_program(kernel) if native else step
         if isinstance(step, NativeStep):
             steps[name] = step
+            not_native += [f"{name}: torch's {call}" for call in dict.fromkeys(step.calls)]
         elif native:
             not_native.append(f"{name}: {step}")
     back = kernels.get("backward")

@@ -11,7 +11,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from fxbatch.passes.signature_graph import (
     find_needs,
     survey,
 )
+from fxbatch.runtime.blocks import BlockMemory, BlockPhase
 from fxbatch.runtime.forward import Phase, execute_forward
 from fxbatch.runtime.memory import Memory, to_device
 from fxbatch.runtime.operands import by_signature
@@ -82,10 +83,15 @@ class Run:
     value_needs = np.zeros(0, dtype=bool)
     launches = 0
     phases_timed: Timing | None = None  # of phases that run while others are recorded
-    lasting = False  # whether more may be run after a backward pass (lazy use)
 
-    def __init__(self, planner: Planner, *, grad: bool) -> None:
+    def __init__(
+        self, planner: Planner, *, grad: bool, differentiable: bool = False, lasting: bool = False
+    ) -> None:
+        """differentiable: it runs under ordinary autograd. lasting: more may be run after a backward pass, or an
+        optimizer's step, as of a lazy block."""
         self.planner = planner
+        self.lasting = lasting
+        self.blocks = BlockMemory(planner) if differentiable else None
         self.known = KnownValues()  # to packed calls
         planner.pool.begin()
         self.grad = grad
@@ -144,7 +150,7 @@ class Run:
 
     def execute(self, program: Program, schedule: Schedule | None = None, *, last: bool = True) -> None:
         """Run a program, by the policy of the options where no schedule is given."""
-        with kernel_modes():
+        with kernel_modes() if self.blocks is None else nullcontext():
             self.launch(self.plan_phase(program, schedule, last=last))
 
     def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
@@ -152,6 +158,8 @@ class Run:
 
         last: whether no phase comes after it.
         """
+        if self.blocks is not None:
+            return self.blocks.plan(program, schedule, last=last)
         template = self._template(program)
         operations, memory = template.operations, self.memory
         if last and not self.phases:
@@ -159,30 +167,38 @@ class Run:
             schedule, phase = self.planner.plan(program, schedule, template, reuse=not self.grad)
             return Phase(program, schedule, phase.plan, template.needs, operations, phase)
         schedule = self.planner.schedule(program) if schedule is None else schedule
-        needs = template.needs.outputs
-        plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
+        plan = memory.plan(program, schedule, operations.slots, operations.arrays, template.needs.outputs)
         return Phase(program, schedule, plan, template.needs, operations)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
+        if isinstance(phase, BlockPhase):
+            assert self.blocks is not None
+            self.launches += self.blocks.launch(phase)
+            self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
+            return
         if self.watched:
             with shown_modes():
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         whole = phase.whole_plan
-        self.value_row, self.value_type, self.value_needs = (
-            self.memory.phases.ran()
-            if whole is None
-            else (whole.plan.row_of_value, whole.type_of, whole.needed)
-        )
+        columns = self.memory.phases.ran() if whole is None else whole.columns
+        self.value_row, self.value_type, self.value_needs = columns
+        if self.lasting and self.grad:
+            trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
+            phase.read = [(t, t._version) for t in (*trained, *self.read_back([phase]))]
+
+    def read_back(self, phases: Sequence[Phase]) -> list[torch.Tensor]:
+        """Buffers and frozen parameters that backward reads: it raises torch's own error where they were written to."""
+        shared = self.memory.shared
+        return [shared[signature][i] for phase in phases for signature, i in phase.operations.read_back]
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
         family, types = self._family(program)
-        constants: tuple[int, ...] = ()
-        known_needs = None
+        constants, known_needs = tuple[int, ...](), None
         if self.grad:
             constants = tuple([s for s in program.constants if differentiable_constants(program, s)])
             known_needs = self.value_needs[: program.known]
@@ -250,9 +266,11 @@ class Run:
     # -- reading values -----------------------------------------------------------------------------
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
-        """A new tensor [len(values), *shape] of values of one type."""
+        """A new tensor [len(values), *shape] of values of one type; under ordinary autograd, what it has of them."""
         assert len(values), "values of one tensor type"
         at = values.item(0)
+        if self.blocks is not None:
+            return self.blocks.read(self.value_type.item(at), self.value_row.take(values))
         kind, first = self.value_type.item(at), self.value_row.item(at)
         if len(values) == 1:
             return self.memory.copied(kind, first, 1)
@@ -280,16 +298,17 @@ class Run:
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
-        return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
+        return self.by_type(values, lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests])
 
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""
+        if self.blocks is not None:
+            return [t.tolist() for t in self.read(values)]
         if len(values) == 1:
-            at = values[0]
-            host = self.memory.host_arena(self.value_type.item(at))
+            kind, row = self.value_type.item(values[0]), self.value_row.item(values[0])
+            host = self.memory.host_arena(kind)
             if host is not None:
-                self._asked[self.value_type.item(at)] = None
-                row = self.value_row.item(at)
+                self._asked[kind] = None
                 return [host.item(row) if host.ndim == 1 else host[row].tolist()]
         wanted = np.array(values, dtype=np.int64)
         kinds = self.value_type.take(wanted)
