@@ -500,7 +500,7 @@ class Server:
         left = dict.fromkeys(requests, True) if recording is None else recording.fail()
         changed = "" if recording is None else recording.change()
         if isinstance(error, ChangedError):
-            changed = changed or WEIGHTS  # it may be what it was again
+            changed = error.what
         for request in left:
             request.begun_anew += bool(changed)
         often = any(request.begun_anew > _MOST_BEGUN for request in left)

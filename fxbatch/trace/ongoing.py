@@ -40,12 +40,17 @@ from fxbatch.trace.values import Value, is_flat, refresh
 
 FEWEST = 8192  # values that are made before any is forgotten; four times what was left the last time
 _NOBODY: tuple[tuple[object, ...], dict[str, object]] = (), {}
-WEIGHTS = "parameters"
+WEIGHTS = "parameters of the model"
+SETTINGS = "settings of the process (the default dtype, sys.stdout, sys.stderr, deterministic algorithms)"
 Ticket = TypeVar("Ticket")
 
 
 class ChangedError(InPlaceError):
-    """The model is another than when the recording began: those that run begin anew in another one."""
+    """The model is another than when the recording began: those that run begin anew in another one. what: of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} were changed while requests ran that may have read them")
+        self.what = what
 
 
 class OngoingRecording(Turns, Generic[Ticket]):
@@ -144,9 +149,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
     def check(self) -> None:
         """ChangedError where the model is not what it was: asked before results leave, so that each is of one model."""
         if change := self.change():
-            raise ChangedError(
-                f"{change} of the model were changed while requests ran that may have read them"
-            )
+            raise ChangedError(change)
 
     def change(self) -> str:
         """What of the model is not as it was when the recording began: "" for nothing."""
@@ -157,9 +160,19 @@ class OngoingRecording(Turns, Generic[Ticket]):
             knowledge.note_places()
         changed = first_changed(knowledge.places or [], far=False)
         if changed is not None:
-            return WEIGHTS if changed.name == "_parameters" else "attributes, hooks or modules"
+            return WEIGHTS if changed.name == "_parameters" else "attributes, hooks or modules of the model"
         written = written_to(self.recorder.operands) is not None
-        return "buffers" if written else "hooks" if has_global_hooks() else ""
+        return "buffers of the model" if written else "hooks on all modules" if has_global_hooks() else ""
+
+    def _why_stay(self) -> str:
+        if super()._why_stay():  # then others could neither run nor end this one
+            raise ChangedError(SETTINGS)
+        return ""
+
+    def _refuse_settings_left(self) -> None:
+        if self.changes.open > 1 and self.settings != settings_now():
+            raise ChangedError(SETTINGS)
+        super()._refuse_settings_left()
 
     # -- phases: TraceError, and what kernels raise, end the recording (`fail`) -------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,7 +120,8 @@ def test_a_lone_request_that_never_ends_can_be_cancelled(max_batch: int, before:
 
 def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
     """Also StopIteration, which a coroutine can't raise: its request was never answered."""
-    errors = [None, StopIteration(), SystemExit(3), KeyboardInterrupt(), ValueError("own"), None]
+    ends = StopIteration(), SystemExit(3), KeyboardInterrupt(), greenlet.GreenletExit()
+    errors = [None, *ends, ValueError("own"), None]
 
     async def main() -> list[Any]:
         async with fxbatch.live(Raising().eval()) as ask:
@@ -126,7 +129,7 @@ def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
             return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
     kinds = [type(x) for x in asyncio.run(main())]
-    assert kinds == [Tensor, *[fxbatch.InstanceError] * 3, ValueError, Tensor]
+    assert kinds == [Tensor, *[fxbatch.InstanceError] * 4, ValueError, Tensor]
 
 
 def test_what_a_kernel_raises_leaves_those_that_never_end_to_run() -> None:
@@ -196,23 +199,32 @@ CHANGES: dict[str, Callable[[Changing], object]] = {
     "attribute": lambda model: setattr(model.part, "scale", -2.0),
     "module": lambda model: setattr(model, "part", nn.Linear(8, 8)),
     "buffer, another": lambda model: setattr(model, "shift", torch.ones(8)),
+    "default dtype": lambda _: torch.set_default_dtype(torch.float64),
+    "output": lambda _: setattr(sys, "stdout", io.StringIO()),
     "buffer, written to": lambda model: model.shift.add_(1),  # type: ignore[operator]
 }
 
 
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_is_changed_while_a_request_runs_counts_for_those_after_it(name: str) -> None:
+def test_whatever_is_changed_while_a_request_runs_counts_for_those_after_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that runs begins anew, and not by the loop, which nobody could end."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is afterwards
     model = Changing().train(name == "mode")
     with fxbatch.live(model, max_batch=4) as server:
         for _ in range(3):
             server.submit(torch.ones(8), 3).result(60)
         endless = server.submit(torch.ones(8), ENDLESS)
         until(lambda: server.stats().running == 1)
-        CHANGES[name](model)
-        for h in torch.randn(3, 8):
-            torch.testing.assert_close(server.submit(h, 5).result(60), alone(model, h, 5))
+        states = torch.randn(3, 8)
+        try:
+            CHANGES[name](model)
+            for h in states:
+                torch.testing.assert_close(server.submit(h, 5).result(60), alone(model, h, 5))
+        finally:
+            torch.set_default_dtype(torch.float32)
         assert not endless.done() and endless.cancel()
         until(lambda: server.stats().running == 0)
         assert server.stats().looped == 0
