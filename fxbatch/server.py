@@ -23,7 +23,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ import torch
 from fxbatch.decorator import Autobatched, find_autobatched
 from fxbatch.errors import (
     DeadlineError,
-    InPlaceError,
     InstanceError,
     LoopWarning,
     OptionError,
@@ -39,20 +38,17 @@ from fxbatch.errors import (
     StoppedError,
     TraceError,
 )
-from fxbatch.ir import Program, Schedule
 from fxbatch.on_demand import prometheus_parser
 from fxbatch.plain_loop import loop_over
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
-from fxbatch.runtime.operands import resolve_all
 from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
 from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
 from fxbatch.server_stats import Counts, ServerStats
 from fxbatch.trace.minibatch import Statistics
-from fxbatch.trace.ongoing import OngoingRecording
-from fxbatch.trace.places import versions_now, written_to
+from fxbatch.trace.ongoing import WEIGHTS, ChangedError, OngoingRecording
 
 _FOREVER = float("inf")
 _MOST_BEGUN = 8  # times that a request begins anew as the model is changed, before that is its error
@@ -60,26 +56,10 @@ _GAPS = 32  # arrivals that say how fast requests come
 _LONGEST_GAP = 4  # a gap between two counts as so many max_wait at most
 
 
-class _ReplacedError(InPlaceError):
-    """A parameter or buffer was replaced while requests ran that have read it: they begin anew."""
-
-
 class _OngoingRun(Run):
-    """A run of a server: its kernels are timed, and all phases of a recording read the same parameters."""
+    """A run of a server: planning and kernels are timed."""
 
-    places: dict[tuple[int, str], int]  # where each parameter and buffer lay when it was first read
     counts: Counts
-
-    def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
-        """See Run. _ReplacedError where a parameter or buffer is another than the one that was read before."""
-        family, _ = self._family(program)
-        for key, now in zip(family.keys, resolve_all(family.operands), strict=True):
-            place = now.data_ptr()
-            if now is not self.operands[key] or self.places.setdefault(key, place) != place:
-                raise _ReplacedError(
-                    "a parameter or buffer was replaced while requests ran that have read it"
-                )
-        return super().plan_phase(program, schedule, last=last)
 
     def launch(self, phase: Phase) -> None:
         self.counts.lap("planning")
@@ -92,34 +72,32 @@ class _OngoingRun(Run):
             return separate(Results(results), lambda ids: ids, lambda ids: [*map(self.rows, ids)])
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
-    """One entry of the queue: a request for a result, or (`change`) a function to call between requests."""
+class _Request(Future[Any]):
+    """An entry of the queue, and its future: a request for a result, or (`change`) a function to call between them."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    arrived: float
-    deadline: float = _FOREVER
-    change: Callable[[], Any] | None = None
-    begun: int = 0  # times that it has begun anew
-    phase: int = 0  # when it has begun
+    begun_anew = 0  # times
+    phase = 0  # when it has begun
     apart: object = None  # others join it only where theirs is the same
-    future: Future[Any] = field(default_factory=Future)
+
+    def __init__(
+        self, args: Any, kwargs: Any, timeout: float | None = None, change: Callable[[], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.args, self.kwargs, self.change, self.arrived = args, kwargs, change, time.perf_counter()
+        self.deadline = _FOREVER if timeout is None else self.arrived + timeout
+        if change is not None:
+            self.apart = self  # nobody's
 
     def settle(self, result: Any) -> bool:
         """Hand over a result, or an exception; whether anybody waits for it."""
-        if not self.future.set_running_or_notify_cancel():
+        if not self.set_running_or_notify_cancel():
             return False
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # of a callback, others are logged
+        with contextlib.suppress(BaseException):  # of a callback that wants to end more than itself
             if isinstance(result, BaseException):
-                self.future.set_exception(_ended(result))
+                self.set_exception(_ended(result))
             else:
-                self.future.set_result(result)
+                self.set_result(result)
         return True
-
-    def is_over(self, now: float) -> bool:
-        """Whether it was cancelled, or its time is up."""
-        return self.future.cancelled() or self.deadline <= now
 
 
 class Server:
@@ -164,15 +142,15 @@ class Server:
         self.engine.packed = PackedRoute(
             replace(self.decorated.options, return_exceptions=False), root, self.engine.queue.may_build
         )
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._ready = threading.Condition()  # holds what follows
         self._queue: deque[_Request] = deque()
-        self._thread: threading.Thread | None = None
-        self._open = self._drains = False
-        self._earliest = _FOREVER  # no deadline is before it
-        self._cancelled = False  # whether some request may have been cancelled
+        self._takes = self._drains = False
+        self._look_at = _FOREVER  # no request is over before, by its deadline or as it was cancelled
         self._arrived, self._gap = 0.0, 0.0  # the last arrival, and a mean of what lies between two
         # Of the thread that computes
-        self._recording: OngoingRecording | None = None
+        self._recording: OngoingRecording[_Request] | None = None
         self._why_loop = ""
         self._suspicious = 0  # phases after which those that were parted may run with others
 
@@ -180,17 +158,19 @@ class Server:
 
     def start(self) -> Server:
         """Take requests from here on, in a thread of its own. Returns the server."""
-        while not self._open:
-            before = self._thread
-            if before is not None:
-                before.join()  # it was stopped
-            with self._ready:
-                if self._thread is before:
-                    self._thread = threading.Thread(target=self._serve, name="fxbatch live", daemon=True)
-                    self._open = True
-                    self._thread.start()
-                    atexit.register(self.stop, drain=False)
+        with self._starting:
+            if not self._is_open:
+                if self._thread is not None:
+                    self._thread.join()  # it was stopped, or is of the process that this one was forked from
+                self._recording, self._queue, self._takes = None, deque(), True
+                self._thread = threading.Thread(target=self._serve, name="fxbatch live", daemon=True)
+                self._thread.start()
+                atexit.register(self.stop, drain=False)
         return self
+
+    @property
+    def _is_open(self) -> bool:
+        return self._takes and self._thread is not None and self._thread.is_alive()
 
     def stop(self, drain: bool = True) -> None:
         """Take no more requests, and wait until all that were taken have ended.
@@ -198,7 +178,7 @@ class Server:
         drain: let them come to their end; False: they are cancelled.
         """
         with self._ready:
-            self._open, self._drains = False, drain
+            self._takes, self._drains = False, drain
             self._ready.notify_all()
         atexit.unregister(self.stop)
         thread = self._thread
@@ -229,8 +209,7 @@ class Server:
             QueueFullError: `max_queue` requests are waiting.
             StoppedError: the server is not running.
         """
-        now = time.perf_counter()
-        return self._put(_Request(args, kwargs, now, _FOREVER if timeout is None else now + timeout))
+        return self._put(_Request(args, kwargs, timeout))
 
     async def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
         """The result of the forward for one instance, whose arguments these are. From any event loop. See `submit`."""
@@ -242,11 +221,12 @@ class Server:
         It is called when all requests before it have ended, and before any after it begins: each request is answered
         by one model.
         """
-        return self._put(_Request((), {}, time.perf_counter(), change=change, apart=object()))
+        return self._put(_Request((), {}, change=change))
 
     def _put(self, request: _Request) -> Future[Any]:
+        request.add_done_callback(self._note_cancelled)
         with self._ready:
-            if not self._open:
+            if not self._is_open:
                 raise StoppedError(
                     "the server is not running: start() it, or use it in `with` or `async with`"
                 )
@@ -259,17 +239,17 @@ class Server:
                 gap = min(request.arrived - self._arrived, _LONGEST_GAP * self.max_wait)
                 self._arrived, self._gap = request.arrived, self._gap + (gap - self._gap) / _GAPS
             self._queue.append(request)
-            is_first, self._earliest = (
-                request.deadline < self._earliest,
-                min(self._earliest, request.deadline),
-            )
+            is_first = request.deadline < self._look_at
+            self._look_at = min(self._look_at, request.deadline)
             if is_first or waiting == 1 or waiting >= self.max_batch or request.change:
                 self._ready.notify_all()  # not for each: to wake the thread that waits for more costs as much as a step
-        request.future.add_done_callback(self._note_cancelled)
-        return request.future
+        return request
 
-    def _note_cancelled(self, future: Future[Any]) -> None:
-        self._cancelled = self._cancelled or future.cancelled()
+    def _note_cancelled(self, request: Future[Any]) -> None:
+        if request.cancelled():
+            with self._ready:
+                self._look_at = 0.0
+                self._ready.notify_all()
 
     # -- what is known --------------------------------------------------------------------------------
 
@@ -321,16 +301,16 @@ class Server:
     def _end_all(self, error: BaseException) -> None:
         """Nothing runs any more: what is left is cancelled, or has this error where it is no end that was asked for."""
         with self._ready:
-            self._open, left = False, [*self._running.values(), *self._queue]
+            self._takes, left = False, [*self._running.values(), *self._queue]
             self._queue.clear()
+        recording, self._recording = self._recording, None
         try:
-            if self._recording is not None:
-                self._recording.fail()
+            if recording is not None:
+                recording.fail()
         finally:
-            self._recording = None
             for request in left:
                 if isinstance(error, StoppedError):
-                    request.future.cancel()
+                    request.cancel()
                 self._answer(request, error)
 
     def _take(self) -> list[_Request] | None:
@@ -338,39 +318,53 @@ class Server:
         with self._ready:
             while (seconds := self._seconds_to_wait()) > 0:
                 self._ready.wait(None if seconds == _FOREVER else seconds)
-            if not self._open and not (self._drains and (self._queue or self._recording is not None)):
+            if not self._takes and not (self._drains and (self._queue or self._recording is not None)):
                 return None
-            over, begin = self._drop(), list[_Request]()
-            room = (1 if self._why_loop else self.max_batch) - len(self._running)
-            apart = next((x.apart for x in self._running.values() if x.apart), None)
-            while (
-                self._queue and len(begin) < room and self._queue[0].apart is (apart or self._queue[0].apart)
-            ):
-                if self._queue[0].change and (self._running or begin):
-                    break
-                apart = self._queue[0].apart
-                begin.append(self._queue.popleft())
+            over = self._over()
+        for slot in [k for k, x in self._running.items() if x in over]:
+            assert self._recording is not None
+            self._recording.end(slot)  # users' `finally` blocks run
         for request in over:
             self._answer(request, DeadlineError("the timeout of this request is over"))
-        return begin
+        with self._ready:
+            return self._next()
 
     def _seconds_to_wait(self) -> float:
         """How long there is nothing to do, unless something comes."""
-        if self._recording is not None or not self._open or self._cancelled:
+        if self._recording is None:
+            self._why_loop = self._reason_for_the_loop()
+        if self._recording is not None or not self._takes:
             return 0.0
         if not self._queue:
             return _FOREVER
-        self._why_loop = self._reason_for_the_loop()
-        first, waits = self._queue[0], self._waits.suspensions > 0
-        if (
-            waits
-            or self._why_loop
-            or first.change
-            or self._gap > self.max_wait
-            or len(self._queue) >= self.max_batch
-        ):
+        gathers = not (self._waits.suspensions or self._why_loop or self._queue[0].change)
+        if not gathers or self._gap > self.max_wait or len(self._queue) >= self.max_batch:
             return 0.0
-        return min(first.arrived + self.max_wait, self._earliest) - time.perf_counter()
+        return min(self._queue[0].arrived + self.max_wait, self._look_at) - time.perf_counter()
+
+    def _over(self) -> dict[_Request, None]:
+        """Requests that were cancelled, and those whose time is up. They wait no more."""
+        now = time.perf_counter()
+        if now < self._look_at:
+            return {}
+        here = [*self._queue, *self._running.values()]
+        over = dict.fromkeys(x for x in here if x.cancelled() or x.deadline <= now)
+        self._queue = deque(x for x in self._queue if x not in over)
+        self._look_at = min((x.deadline for x in here if x not in over), default=_FOREVER)
+        return over
+
+    def _next(self) -> list[_Request]:
+        """The first requests of the queue, as many as may run with one another and with those that run."""
+        begin, running = list[_Request](), self._running
+        room = (1 if self._why_loop else self.max_batch) - len(running)
+        apart = next((x.apart for x in running.values() if x.apart), None)
+        while self._queue and len(begin) < room:
+            first = self._queue[0]
+            if first.apart is not (apart or first.apart) or (first.change and (running or begin)):
+                break
+            apart = first.apart
+            begin.append(self._queue.popleft())
+        return begin
 
     def _reason_for_the_loop(self) -> str:
         """Why the plain loop serves requests, one at a time; "" where it doesn't."""
@@ -379,59 +373,53 @@ class Server:
             return "adaptive='loop'"
         return (surroundings() or engine.refusals.reason(training=engine.training)) if engine.may_loop else ""
 
-    def _drop(self) -> list[_Request]:
-        """Take out requests that were cancelled, and those whose time is up."""
-        now = time.perf_counter()
-        if now < self._earliest and not self._cancelled:
-            return []
-        self._cancelled = False
-        over = [request for request in self._queue if request.is_over(now)]
-        for request in over:
-            self._queue.remove(request)
-        ended = [slot for slot, request in self._running.items() if request.is_over(now)]
-        if self._recording is not None:
-            over += map(self._recording.end, ended)
-        self._earliest = min((r.deadline for r in (*self._queue, *self._running.values())), default=_FOREVER)
-        return over
-
     def _step(self, requests: list[_Request]) -> None:
         """Begin these requests, and run one phase, or one minibatch."""
         self._counts.begin()
-        if requests and requests[0].change:
-            self._change(requests[0], requests[0].change)
-        elif requests and self._why_loop:
-            self._say_loop_runs(self._why_loop)
-            for request in requests:
-                self._alone(request)
+        if requests and (self._why_loop or requests[0].change):
+            self._alone(requests[0])
         elif requests or self._recording is not None:
             try:
                 self._phase(requests)
             except Exception as error:  # noqa: BLE001 - each request begins anew, or has it
                 self._begin_anew(error, requests)
 
-    def _change(self, request: _Request, change: Callable[[], Any]) -> None:
-        try:
-            with torch.enable_grad():
-                request.settle(change())
-        except Exception as error:  # noqa: BLE001 - it is the caller's
-            request.settle(error)
-
     def _arguments(self, request: _Request) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (request.args if self.owner is None else (self.owner, *request.args)), request.kwargs
+
+    def _answer(self, request: _Request, result: Any) -> None:
+        """Complete a request with the result of its forward, or with an exception."""
+        how = "expired" if isinstance(result, DeadlineError) else "failed"
+        request.args = request.kwargs = None  # its future may be held for long
+        if not request.settle(result):
+            how = "cancelled"
+        elif not isinstance(result, BaseException):
+            how = "done"
+            if request.change is None:
+                self._counts.latencies.append(time.perf_counter() - request.arrived)
+        self._counts.of[how] += request.change is None
 
     # -- one at a time ----------------------------------------------------------------------------------
 
     def _alone(self, request: _Request) -> None:
-        """Serve a request by the plain loop."""
+        """Serve a request by the plain loop, or call a change."""
+        is_change = request.change is not None
+        if not is_change and self._why_loop:
+            self._say_loop_runs(self._why_loop)
         try:
-            with torch.inference_mode():
-                result = loop_over(self.decorated.one, [self._arguments(request)])[0]
+            with torch.enable_grad() if is_change else torch.inference_mode():
+                result = (
+                    request.change()
+                    if request.change
+                    else loop_over(self.decorated.one, [self._arguments(request)])[0]
+                )
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
             result = error
-        self._counts.of["looped"] += 1
         self._answer(request, result)
-        self._counts.lap("whole")
-        self._counts.end(1, joined=1, left=1, calls=0)
+        if not is_change:
+            self._counts.of["looped"] += 1
+            self._counts.lap("whole")
+            self._counts.end(1, joined=1, left=1, calls=0)
 
     def _say_loop_runs(self, reason: str, besides: str = "") -> None:
         if self.engine.options.adaptive != "loop":
@@ -466,7 +454,7 @@ class Server:
             tickets, closed = recording.close()
             with torch.inference_mode():
                 results = self.engine.finish(recording.execution, closed, "list")
-            recording.recorder.refuse_written_operands()
+            recording.check()
             self._recording = None
             self._deliver(zip(tickets, results, strict=True))
         if took_part:
@@ -493,9 +481,9 @@ class Server:
         def new_run(before: _OngoingRun | None) -> _OngoingRun:
             """The state of a recording, or of its next part, which reads the same parameters."""
             run = _OngoingRun(engine, grad=False)
-            run.table, run.places, run.counts = table, {}, self._counts
+            run.table, run.counts = table, self._counts
             if before is not None:
-                run.operands, run.places = before.operands, before.places
+                run.operands = before.operands
             return run
 
         return OngoingRecording(self.decorated.fn, table, roots, new_run, self.max_batch, self._waits)
@@ -510,14 +498,18 @@ class Server:
     def _begin_anew(self, error: Exception, requests: list[_Request]) -> None:
         """A recording has failed. Where somebody has changed the model, its requests begin anew in another one; where a
         kernel has raised an exception, each half of them, until the one that it belongs to is alone. Otherwise the loop
-        serves them, and all after them where it is the forward that can't be recorded."""
+        serves them, and all after them: the forward can't be recorded."""
         recording, self._recording = self._recording, None
         left = dict.fromkeys(requests, True) if recording is None else recording.fail()
-        operands = [] if recording is None else recording.recorder.operands
-        parameters = [x for x in operands if isinstance(x[1], torch.nn.Parameter)]  # no forward's own
-        changed = isinstance(error, _ReplacedError) or written_to(parameters) is not None
+        changed = "" if recording is None else recording.change()
+        if isinstance(error, ChangedError):
+            changed = error.what
+        for request in left:
+            request.begun_anew += bool(changed)
+        often = any(request.begun_anew > _MOST_BEGUN for request in left)
+        if often and changed != WEIGHTS:  # every time: it must be the forward that does it
+            changed = ""
         refused = isinstance(error, TraceError) and not changed
-        before, again = versions_now(operands), list[_Request]()
         if not changed and not refused:
             suspects = [request for request in left if request.apart] or list(left)
             left, halves = {**{request: left[request] for request in suspects}, **left}, (object(), object())
@@ -525,11 +517,12 @@ class Server:
                 request.apart = halves[2 * i // len(suspects)]
             begun = min((request.phase for request in suspects), default=0)
             self._suspicious = self._counts.of["phases"] - begun + 1
+        again = list[_Request]()
+        if often:
+            error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
         for request, can_begin_anew in left.items():
-            request.begun += changed
-            if request.begun > _MOST_BEGUN:
-                error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
-            if not can_begin_anew or request.begun > _MOST_BEGUN or (refused and not self.engine.may_loop):
+            too_often = changed and request.begun_anew > _MOST_BEGUN
+            if not can_begin_anew or too_often or (refused and not self.engine.may_loop):
                 self._answer(request, error)
             elif changed or (len(left) > 1 and not refused):
                 again.append(request)
@@ -537,21 +530,9 @@ class Server:
                 self._alone(request)
         with self._ready:
             self._queue.extendleft(reversed(again))
-        if refused and written_to(operands) is not None and written_to(before) is None:
-            refused = False  # to buffers, and not by the forward
         if refused and self.engine.may_loop:
             self.engine.refuse(str(error))
             self._say_loop_runs(str(error), f"; {len(left)} of its requests had begun, and begin anew")
-
-    def _answer(self, request: _Request, result: Any) -> None:
-        """Complete a request with the result of its forward, or with an exception."""
-        how = "expired" if isinstance(result, DeadlineError) else "failed"
-        if not request.settle(result):
-            how = "cancelled"
-        elif not isinstance(result, BaseException):
-            how = "done"
-            self._counts.latencies.append(time.perf_counter() - request.arrived)
-        self._counts.of[how] += request.change is None
 
 
 def _ended(error: BaseException) -> Exception:

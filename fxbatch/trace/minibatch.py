@@ -410,11 +410,9 @@ class Turns:
                 self.results[instance] = result_with_values(result) if self.recorder.written else result
                 self._refuse_settings_left()
                 self._is_done(instance)
-            except greenlet.GreenletExit:
-                if not self.closing:
-                    raise
-                return
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
+                if self.closing and isinstance(error, greenlet.GreenletExit):
+                    return
                 if isinstance(error, RecursionError):
                     error.add_note(_TOO_DEEP)
                 if self.counted and isinstance(error, Exception):

@@ -24,11 +24,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from fxbatch.errors import InPlaceError
+from fxbatch.torch_private import has_global_hooks
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
 from fxbatch.trace.minibatch import Execution, Recording, Statistics, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
 from fxbatch.trace.objects import has_attributes, leaves_of
+from fxbatch.trace.places import first_changed, written_to
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import quicken, settings_now
 from fxbatch.trace.table import SignatureTable
@@ -37,7 +40,17 @@ from fxbatch.trace.values import Value, is_flat, refresh
 
 FEWEST = 8192  # values that are made before any is forgotten; four times what was left the last time
 _NOBODY: tuple[tuple[object, ...], dict[str, object]] = (), {}
+WEIGHTS = "parameters of the model"
+SETTINGS = "settings of the process (the default dtype, sys.stdout, sys.stderr, deterministic algorithms)"
 Ticket = TypeVar("Ticket")
+
+
+class ChangedError(InPlaceError):
+    """The model is another than when the recording began: those that run begin anew in another one. what: of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} were changed while requests ran that may have read them")
+        self.what = what
 
 
 class OngoingRecording(Turns, Generic[Ticket]):
@@ -67,6 +80,9 @@ class OngoingRecording(Turns, Generic[Ticket]):
         self.begun: dict[int, list[tuple[object, int]]] = {}  # with arguments as they were
         self.done, self.ready = list[int](), list[int]()  # what they give has not run yet, or it has
         self.most = FEWEST
+        strided = [t for _, t, _ in recorder.operands if t.layout is torch.strided]
+        self.tensors, self.places = strided, [t.data_ptr() for t in strided]
+        self.weights = [x for x in recorder.operands if isinstance(x[1], torch.nn.Parameter)]
         self.patches = patched()
         self.patches.__enter__()
         quicken(recorder.knowledge.modules.classes)
@@ -97,6 +113,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
         slots, self.ready = self.ready, []
         if not slots:
             return []
+        self.check()
         with unheard(self.recorder):
             results = self.execution.real([self.results[slot] for slot in slots])
             return [(self._leave(slot), result) for slot, result in zip(slots, results, strict=True)]
@@ -127,6 +144,36 @@ class OngoingRecording(Turns, Generic[Ticket]):
         runs = values or (not is_flat(leaves) and any(map(has_attributes, leaves)))
         (self.done if runs else self.ready).append(instance)
 
+    # -- the model ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """ChangedError where the model is not what it was: asked before results leave, so that each is of one model."""
+        if change := self.change():
+            raise ChangedError(change)
+
+    def change(self) -> str:
+        """What of the model is not as it was when the recording began: "" for nothing."""
+        if written_to(self.weights) is not None or [t.data_ptr() for t in self.tensors] != self.places:
+            return WEIGHTS
+        knowledge = self.recorder.knowledge
+        if knowledge.places is None:
+            knowledge.note_places()
+        changed = first_changed(knowledge.places or [], far=False)
+        if changed is not None:
+            return WEIGHTS if changed.name == "_parameters" else "attributes, hooks or modules of the model"
+        written = written_to(self.recorder.operands) is not None
+        return "buffers of the model" if written else "hooks on all modules" if has_global_hooks() else ""
+
+    def _why_stay(self) -> str:
+        if super()._why_stay():  # then others could neither run nor end this one
+            raise ChangedError(SETTINGS)
+        return ""
+
+    def _refuse_settings_left(self) -> None:
+        if self.changes.open > 1 and self.settings != settings_now():
+            raise ChangedError(SETTINGS)
+        super()._refuse_settings_left()
+
     # -- phases: TraceError, and what kernels raise, end the recording (`fail`) -------------------------
 
     def run(self) -> None:
@@ -134,7 +181,6 @@ class OngoingRecording(Turns, Generic[Ticket]):
         self.resuming, self.parked = self.parked, []
         with unheard(self.recorder):
             self._answer()
-            self.recorder.refuse_written_operands()
         self.ready, self.done = self.ready + self.done, []
 
     def go_on(self) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import greenlet
 import pytest
 import torch
 from torch import Tensor, nn
@@ -115,7 +120,8 @@ def test_a_lone_request_that_never_ends_can_be_cancelled(max_batch: int, before:
 
 def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
     """Also StopIteration, which a coroutine can't raise: its request was never answered."""
-    errors = [None, StopIteration(), SystemExit(3), KeyboardInterrupt(), ValueError("own"), None]
+    ends = StopIteration(), SystemExit(3), KeyboardInterrupt(), greenlet.GreenletExit()
+    errors = [None, *ends, ValueError("own"), None]
 
     async def main() -> list[Any]:
         async with fxbatch.live(Raising().eval()) as ask:
@@ -123,7 +129,7 @@ def test_what_ends_more_than_a_request_ends_the_request_alone() -> None:
             return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
 
     kinds = [type(x) for x in asyncio.run(main())]
-    assert kinds == [Tensor, *[fxbatch.InstanceError] * 3, ValueError, Tensor]
+    assert kinds == [Tensor, *[fxbatch.InstanceError] * 4, ValueError, Tensor]
 
 
 def test_what_a_kernel_raises_leaves_those_that_never_end_to_run() -> None:
@@ -146,14 +152,186 @@ def test_what_a_kernel_raises_leaves_those_that_never_end_to_run() -> None:
         until(lambda: server.stats().running == 0)
 
 
-def test_a_callback_that_ends_the_thread_ends_nothing() -> None:
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_a_callback_that_ends_the_thread_ends_nothing(kind: type[BaseException]) -> None:
     def ends(_: object) -> None:
-        raise SystemExit
+        raise kind
 
     with fxbatch.live(Tree().eval()) as server:
         future = server.submit(1)
         future.add_done_callback(ends)
         assert future.result(60).shape == server.submit(2).result(60).shape
+
+
+class Scaled(nn.Module):
+    """A part whose body is one operation, which reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+class Changing(nn.Module):
+    """Has all that somebody may change while requests run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.part, self.drop, self.cell = Scaled(), nn.Dropout(0.5), nn.GRUCell(8, 8)
+        self.register_buffer("shift", torch.zeros(8))
+
+    @fxbatch.autobatch
+    def forward(self, h: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            h = self.cell(self.drop(self.part(h)) + self.shift, h)
+            if float(h.sum()) > 1e9:
+                break
+        return h
+
+
+CHANGES: dict[str, Callable[[Changing], object]] = {
+    "mode": lambda model: model.eval(),
+    "hook": lambda model: model.part.register_forward_hook(lambda _module, _inputs, y: -y),
+    "pre-hook": lambda model: model.cell.register_forward_pre_hook(lambda _module, x: (-x[0], x[1])),
+    "attribute": lambda model: setattr(model.part, "scale", -2.0),
+    "module": lambda model: setattr(model, "part", nn.Linear(8, 8)),
+    "buffer, another": lambda model: setattr(model, "shift", torch.ones(8)),
+    "default dtype": lambda _: torch.set_default_dtype(torch.float64),
+    "output": lambda _: setattr(sys, "stdout", io.StringIO()),
+    "buffer, written to": lambda model: model.shift.add_(1),  # type: ignore[operator]
+}
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("name", CHANGES)
+def test_whatever_is_changed_while_a_request_runs_counts_for_those_after_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that runs begins anew, and not by the loop, which nobody could end."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is afterwards
+    model = Changing().train(name == "mode")
+    with fxbatch.live(model, max_batch=4) as server:
+        for _ in range(3):
+            server.submit(torch.ones(8), 3).result(60)
+        endless = server.submit(torch.ones(8), ENDLESS)
+        until(lambda: server.stats().running == 1)
+        states = torch.randn(3, 8)
+        try:
+            CHANGES[name](model)
+            for h in states:
+                torch.testing.assert_close(server.submit(h, 5).result(60), alone(model, h, 5))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert not endless.done() and endless.cancel()
+        until(lambda: server.stats().running == 0)
+        assert server.stats().looped == 0
+
+
+class Counting(nn.Module):
+    """Writes to a buffer that its calls read, between its waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    @fxbatch.autobatch
+    def forward(self, h: Tensor) -> Tensor:
+        for _ in range(3):
+            h = self.cell(h + 0 * self.seen, h)
+            self.seen.add_(float(h.sum()) > 0)  # type: ignore[operator]
+        return h
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_forward_that_always_writes_to_its_own_buffers_is_served_by_the_loop() -> None:
+    model = Counting().eval()
+    with warnings.catch_warnings(record=True) as caught, fxbatch.live(model) as server:
+        warnings.simplefilter("always")
+        states = [torch.randn(8) for _ in range(6)]
+        for h, future in [(h, server.submit(h)) for h in states]:
+            torch.testing.assert_close(future.result(60), alone(model, h))
+        until(lambda: "by the plain loop" in server.explain())
+    assert any(issubclass(w.category, fxbatch.LoopWarning) for w in caught)
+
+
+class Closing(nn.Module):
+    """Never ends, and calls a function as it is ended."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear, self.close = nn.Linear(4, 4), close
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        try:
+            for _ in range(steps):
+                x = self.linear(x)
+                if float(x.sum()) > 1e9:
+                    break
+        finally:
+            if steps == ENDLESS:
+                self.close()
+        return x
+
+
+def test_what_forwards_do_as_they_are_ended_may_wait_for_others_that_ask() -> None:
+    """Their `finally` blocks run while nothing is locked."""
+    asked: list[Any] = []
+
+    def close() -> None:
+        thread = threading.Thread(target=lambda: asked.append(server.submit(torch.ones(4), 2)))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    with fxbatch.live(Closing(close).eval()) as server:
+        endless = server.submit(torch.ones(4), ENDLESS)
+        until(lambda: server.stats().running == 1)
+        assert endless.cancel()
+        until(lambda: bool(asked))
+        assert asked[0].result(60).shape == (4,)
+
+
+def test_a_future_that_is_held_does_not_hold_its_arguments() -> None:
+    with fxbatch.live(Tree().eval()) as server:
+        tree = _Pair([1, 2])
+        held, future = weakref.ref(tree), server.submit(tree)
+        del tree
+        future.result(60)
+        server.submit(1).result(60)
+        gc.collect()
+        assert held() is None
+
+
+class _Pair(list[int]):
+    """A tree to which there are weak references."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_no_thread_that_serves() -> None:
+    """Asking there is an error, where it waited for good; it may start its own."""
+    source = """
+import os, torch, fxbatch
+from tests.live.long_runs import Decoder
+
+server = fxbatch.live(Decoder().eval()).start()
+wanted = server.submit(torch.ones(8), 3).result(60)[0]
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert server.submit(torch.ones(8), 3).result(60)[0] == wanted
+else:
+    try:
+        server.submit(torch.ones(8), 3)
+    except fxbatch.StoppedError:
+        os._exit(server.start().submit(torch.ones(8), 3).result(60)[0] != wanted)
+    os._exit(1)
+"""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True, timeout=60)
 
 
 @pytest.mark.usefixtures("loops")
