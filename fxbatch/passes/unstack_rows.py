@@ -34,6 +34,7 @@ from fxbatch.ir import Program, Signature, SignatureColumns, Slot, TensorSpec, t
 from fxbatch.passes.select import eliminate_dead, reorder
 from fxbatch.passes.unstack_sums import is_stack, number_of
 from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload
+from fxbatch.trace.module_state import has_hooks
 from fxbatch.trace.modules import runs_torchs_code_alone
 from fxbatch.trace.operations import take_row
 from fxbatch.trace.table import static_key
@@ -128,7 +129,7 @@ def treats_rows_alike(signature: Signature) -> bool:
 
 def _rank_after(module: nn.Module | None, rank: int) -> int:
     """How many dimensions a module of torch's gives of this many, where it treats each row by itself; 0 where not."""
-    if type(module) is nn.Sequential:
+    if type(module) is nn.Sequential and not has_hooks(module) and "forward" not in vars(module):
         for part in module:
             rank = _rank_after(part, rank) if rank else 0
         return rank

@@ -249,6 +249,10 @@ def test_a_hook_or_a_class_of_the_users_keeps_a_module_whole() -> None:
     hooked, own = nn.Linear(4, 4), type("Own", (nn.Linear,), {})(4, 4)
     hooked.register_forward_hook(lambda *_: None)
     assert [unstack_rows_module._rank_after(m, 2) for m in (hooked, own, nn.Linear(4, 4))] == [0, 0, 2]
+    both = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    assert unstack_rows_module._rank_after(both, 2) == 2
+    both.register_forward_hook(lambda m, x, y: y - y.mean(0))
+    assert unstack_rows_module._rank_after(both, 2) == 0
     assert unstack_rows_module._rank_after(nn.Linear(4, 4), 1) == 0  # features are no rows
     assert unstack_rows_module._rank_after(nn.LayerNorm((3, 4)), 2) == 0
 
