@@ -53,6 +53,11 @@ class ChangedError(InPlaceError):
         self.what = what
 
 
+def _has_no_tensors(result: object) -> bool:
+    leaves = leaves_of(result)
+    return is_flat(leaves) and not any(isinstance(x, torch.Tensor) for x in leaves)
+
+
 class OngoingRecording(Turns, Generic[Ticket]):
     """Instances that take turns, and of which others come while some wait."""
 
@@ -115,7 +120,9 @@ class OngoingRecording(Turns, Generic[Ticket]):
             return []
         self.check()
         with unheard(self.recorder):
-            results = self.execution.real([self.results[slot] for slot in slots])
+            results = [self.results[slot] for slot in slots]
+            if not all(map(_has_no_tensors, results)):
+                results = self.execution.real(results)
             return [(self._leave(slot), result) for slot, result in zip(slots, results, strict=True)]
 
     def _leave(self, slot: int, *, ended: bool = False) -> Ticket:
