@@ -41,7 +41,7 @@ from fxbatch.errors import (
 from fxbatch.on_demand import prometheus_parser
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
-from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
+from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
@@ -119,14 +119,12 @@ class Server:
         if not isinstance(max_wait, (int, float)) or not 0 <= max_wait < _FOREVER:
             raise OptionError(f"max_wait={max_wait!r}: takes seconds, from 0 on")
         self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
-        self.decorated = Autobatched(found.fn, replace(found.options, out="list", return_exceptions=True))
+        options = replace(found.options, out="list", return_exceptions=True)
+        self.decorated = Autobatched(found.fn, options)
         root = self.owner if isinstance(self.owner, torch.nn.Module) else None
-        self._counts, self._waits = Counts(), Statistics(0, every=_EVERY)
-        self.engine = Engine(self.decorated.options, root)
+        self.engine = Engine(replace(options, return_exceptions=False), root)
         self.engine.table.forward = found.fn
-        self.engine.packed = PackedRoute(
-            replace(self.decorated.options, return_exceptions=False), root, self.engine.queue.may_build
-        )
+        self._counts, self._waits = Counts(), Statistics(0, every=_EVERY)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ready = threading.Condition()  # holds what follows
@@ -468,12 +466,9 @@ class Server:
         roots = () if engine.root is None else (engine.root,)
         table = engine.table_for_recording()
 
-        def new_run(before: _OngoingRun | None) -> _OngoingRun:
-            """The state of a recording, or of its next part, which reads the same parameters."""
+        def new_run() -> _OngoingRun:
             run = _OngoingRun(engine, grad=False)
             run.table, run.counts = table, self._counts
-            if before is not None:
-                run.operands = before.operands
             return run
 
         return OngoingRecording(self.decorated.fn, table, roots, new_run, self.max_batch, self._waits)
