@@ -21,7 +21,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ from fxbatch.on_demand import prometheus_parser
 from fxbatch.plain_loop import loop_over
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
-from fxbatch.runtime.packed_route import NOT_PACKED, PackedRoute
+from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings
 from fxbatch.runtime.results import Results, separate
 from fxbatch.runtime.run import Run
@@ -53,6 +53,7 @@ from fxbatch.trace.ongoing import WEIGHTS, ChangedError, OngoingRecording
 _FOREVER = float("inf")
 _MOST_BEGUN = 8  # times that a request begins anew as the model is changed, before that is its error
 _GAPS = 32  # arrivals that say how fast requests come
+_EVERY = 17  # of so many waits one is looked for in the user's code: loops seldom have 17
 _LONGEST_GAP = 4  # a gap between two counts as so many max_wait at most
 
 
@@ -88,17 +89,6 @@ class _Request(Future[Any]):
         if change is not None:
             self.apart = self  # nobody's
 
-    def settle(self, result: Any) -> bool:
-        """Hand over a result, or an exception; whether anybody waits for it."""
-        if not self.set_running_or_notify_cancel():
-            return False
-        with contextlib.suppress(BaseException):  # of a callback that wants to end more than itself
-            if isinstance(result, BaseException):
-                self.set_exception(_ended(result))
-            else:
-                self.set_result(result)
-        return True
-
 
 class Server:
     """A model that answers requests: what `live` gives. Use it in `with` or `async with`, or by `start` and `stop`.
@@ -106,11 +96,7 @@ class Server:
     `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
     `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
 
-    Arguments:
-        target: a decorated model, method or function.
-        max_batch: how many requests run at a time.
-        max_wait: seconds that a request waits for others, where the forward doesn't wait for values.
-        max_queue: how many requests may wait to begin.
+    Arguments: see `live`.
 
     Example:
         >>> server = fxbatch.live(model).start()
@@ -134,14 +120,12 @@ class Server:
         if not isinstance(max_wait, (int, float)) or not 0 <= max_wait < _FOREVER:
             raise OptionError(f"max_wait={max_wait!r}: takes seconds, from 0 on")
         self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
-        self.decorated = Autobatched(found.fn, replace(found.options, out="list", return_exceptions=True))
+        options = replace(found.options, out="list", return_exceptions=True)
+        self.decorated = Autobatched(found.fn, options)
         root = self.owner if isinstance(self.owner, torch.nn.Module) else None
-        self._counts, self._waits = Counts(), Statistics(0)
-        self.engine = Engine(self.decorated.options, root)
+        self.engine = Engine(replace(options, return_exceptions=False), root)
         self.engine.table.forward = found.fn
-        self.engine.packed = PackedRoute(
-            replace(self.decorated.options, return_exceptions=False), root, self.engine.queue.may_build
-        )
+        self._counts, self._waits = Counts(), Statistics(0, every=_EVERY)
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ready = threading.Condition()  # holds what follows
@@ -276,7 +260,7 @@ class Server:
         ]
         asked = Counter(self._waits.lines).most_common(4)
         if asked:
-            lines.append("waits for values: " + ", ".join(f"{line} ({n} times)" for line, n in asked))
+            lines.append("waits for values: " + ", ".join(f"{line} (about {n} times)" for line, n in asked))
         return "\n".join([*lines, *self._counts.table()])
 
     # -- the thread that computes ---------------------------------------------------------------------
@@ -375,7 +359,6 @@ class Server:
 
     def _step(self, requests: list[_Request]) -> None:
         """Begin these requests, and run one phase, or one minibatch."""
-        self._counts.begin()
         if requests and (self._why_loop or requests[0].change):
             self._alone(requests[0])
         elif requests or self._recording is not None:
@@ -389,20 +372,27 @@ class Server:
 
     def _answer(self, request: _Request, result: Any) -> None:
         """Complete a request with the result of its forward, or with an exception."""
-        how = "expired" if isinstance(result, DeadlineError) else "failed"
         request.args = request.kwargs = None  # its future may be held for long
-        if not request.settle(result):
-            how = "cancelled"
-        elif not isinstance(result, BaseException):
+        how = "expired" if isinstance(result, DeadlineError) else "failed"
+        if not request.set_running_or_notify_cancel():
+            self._counts.of["cancelled"] += request.change is None
+            return
+        if not isinstance(result, BaseException):
             how = "done"
             if request.change is None:
                 self._counts.latencies.append(time.perf_counter() - request.arrived)
         self._counts.of[how] += request.change is None
+        with contextlib.suppress(BaseException):  # of a callback that wants to end more than itself
+            if isinstance(result, BaseException):
+                request.set_exception(_ended(result))
+            else:
+                request.set_result(result)
 
     # -- one at a time ----------------------------------------------------------------------------------
 
     def _alone(self, request: _Request) -> None:
         """Serve a request by the plain loop, or call a change."""
+        self._counts.begin()
         is_change = request.change is not None
         if not is_change and self._why_loop:
             self._say_loop_runs(self._why_loop)
@@ -430,6 +420,7 @@ class Server:
 
     def _phase(self, requests: list[_Request]) -> None:
         """Let these requests join those that run, and run one phase."""
+        self._counts.begin()
         if self._recording is None:
             if not self._waits.suspensions and self._packed(requests):
                 return
@@ -456,7 +447,7 @@ class Server:
                 results = self.engine.finish(recording.execution, closed, "list")
             recording.check()
             self._recording = None
-            self._deliver(zip(tickets, results, strict=True))
+            self._deliver([*zip(tickets, results, strict=True)])
         if took_part:
             counts.end(took_part, joined=len(requests), left=took_part - len(self._running), calls=calls)
 
@@ -467,7 +458,7 @@ class Server:
             results: Any = self.engine.packed.call(self.decorated.fn, instances, "list")
         if results is not NOT_PACKED:
             self._counts.lap("whole")
-            self._deliver(zip(requests, results, strict=True))
+            self._deliver([*zip(requests, results, strict=True)])
             self._counts.end(len(requests), joined=len(requests), left=len(requests), calls=0)
         return results is not NOT_PACKED
 
@@ -478,27 +469,25 @@ class Server:
         roots = () if engine.root is None else (engine.root,)
         table = engine.table_for_recording()
 
-        def new_run(before: _OngoingRun | None) -> _OngoingRun:
-            """The state of a recording, or of its next part, which reads the same parameters."""
+        def new_run() -> _OngoingRun:
             run = _OngoingRun(engine, grad=False)
             run.table, run.counts = table, self._counts
-            if before is not None:
-                run.operands = before.operands
             return run
 
         return OngoingRecording(self.decorated.fn, table, roots, new_run, self.max_batch, self._waits)
 
-    def _deliver(self, results: Iterable[tuple[_Request, object]]) -> None:
+    def _deliver(self, results: Sequence[tuple[_Request, object]]) -> None:
         """Hand over results."""
-        self._counts.lap("planning")
-        for request, result in results:
-            self._answer(request, result)
-        self._counts.lap("results")
+        if results:
+            self._counts.lap("planning")
+            for request, result in results:
+                self._answer(request, result)
+            self._counts.lap("results")
 
     def _begin_anew(self, error: Exception, requests: list[_Request]) -> None:
         """A recording has failed. Where somebody has changed the model, its requests begin anew in another one; where a
-        kernel has raised an exception, each half of them, until the one that it belongs to is alone. Otherwise the loop
-        serves them, and all after them: the forward can't be recorded."""
+        kernel has raised an exception, each apart from the others, the last first, until it belongs to one that is
+        alone. Otherwise the loop serves them, and all after them: the forward can't be recorded."""
         recording, self._recording = self._recording, None
         left = dict.fromkeys(requests, True) if recording is None else recording.fail()
         changed = "" if recording is None else recording.change()
@@ -506,29 +495,34 @@ class Server:
             changed = error.what
         for request in left:
             request.begun_anew += bool(changed)
-        often = any(request.begun_anew > _MOST_BEGUN for request in left)
-        if often and changed != WEIGHTS:  # every time: it must be the forward that does it
-            changed = ""
-        refused = isinstance(error, TraceError) and not changed
-        if not changed and not refused:
-            suspects = [request for request in left if request.apart] or list(left)
-            left, halves = {**{request: left[request] for request in suspects}, **left}, (object(), object())
-            for i, request in enumerate(suspects):
-                request.apart = halves[2 * i // len(suspects)]
-            begun = min((request.phase for request in suspects), default=0)
-            self._suspicious = self._counts.of["phases"] - begun + 1
-        again = list[_Request]()
-        if often:
+        too_often = any(request.begun_anew > _MOST_BEGUN for request in left)
+        if too_often and changed == WEIGHTS:
             error.add_note(f"fxbatch: {_MOST_BEGUN} times while the request ran: use update()")
+        elif too_often:
+            changed = ""  # it must be the forward that does it each time
+        refused = isinstance(error, TraceError) and not changed
+        again = list[_Request]()
         for request, can_begin_anew in left.items():
-            too_often = changed and request.begun_anew > _MOST_BEGUN
-            if not can_begin_anew or too_often or (refused and not self.engine.may_loop):
+            if (
+                not can_begin_anew
+                or (refused and not self.engine.may_loop)
+                or (changed and request.begun_anew > _MOST_BEGUN)
+            ):
                 self._answer(request, error)
             elif changed or (len(left) > 1 and not refused):
                 again.append(request)
             else:
                 self._alone(request)
+        if again and not changed:
+            suspects = [request for request in again if request.apart] or again
+            self._suspicious = self._counts.of["phases"] - min(request.phase for request in suspects) + 1
+            for request in suspects:
+                request.apart = request
+            again.sort(key=lambda request: (request.apart is None, -request.phase))
         with self._ready:
+            if not again:  # it is found
+                for request in self._queue:
+                    request.apart = None if request.change is None else request
             self._queue.extendleft(reversed(again))
         if refused and self.engine.may_loop:
             self.engine.refuse(str(error))

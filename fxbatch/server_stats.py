@@ -118,26 +118,22 @@ class Counts:
         self._last, self._recorded = time.perf_counter(), seconds_of_recording()
 
     def lap(self, part: str) -> None:
-        """What was done since the last lap was this part; of "python", what the recorder took is "recording"."""
-        now, recorded = time.perf_counter(), seconds_of_recording()
+        """What was done since the last lap was this part."""
+        now = time.perf_counter()
         self._parts[part] += now - self._last
-        if part == "python":
-            recording = min(recorded - self._recorded, now - self._last)
-            self._parts["recording"] += recording
-            self._parts["python"] -= recording
-        self._last, self._recorded = now, recorded
+        self._last = now
 
     def end(self, requests: int, *, joined: int, left: int, calls: int) -> None:
         """A batch of so many requests was run: how many came with it, how many left with it, calls that were recorded
-        (0 where a whole minibatch ran)."""
+        (0 where a whole minibatch ran). Of "python", what the recorder took is "recording"."""
+        parts = self._parts
+        parts["recording"] = min(seconds_of_recording() - self._recorded, parts["python"])
+        parts["python"] -= parts["recording"]
         self.of["phases"] += 1
         self.batch_sizes[requests] += 1
-        self.recent.append(
-            {"requests": requests, "joined": joined, "left": left, "calls": calls, **self._parts}
-        )
-        for part, seconds in self._parts.items():
+        self.recent.append({"requests": requests, "joined": joined, "left": left, "calls": calls, **parts})
+        for part, seconds in parts.items():
             self.seconds[part] += seconds
-        self.begin()
 
     def stats(self, *, waiting: int, running: int) -> ServerStats:
         """The counts so far, as an object that no longer changes. waiting, running: requests at this moment."""

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -62,32 +63,37 @@ class Statistics:
     suspensions = 0
     stayed = ""  # why an instance that asked was not left, so that others could not run
 
-    def __init__(self, instances: int) -> None:
-        self.instances = instances
+    def __init__(self, instances: int, every: int = 1) -> None:
+        """every: of how many waits the place of one is looked for; it counts for them."""
+        self.instances, self.every = instances, every
         self.phases: list[PhaseStatistics] = []
         # Where the user's code asked, and how often: by id of the code and place in it.
-        self._places: dict[tuple[int, int] | None, tuple[UserPlace, int]] = {}
+        self._places: dict[tuple[int, int] | None, UserPlace] = {}
+        self._counts: Counter[tuple[int, int] | None] = Counter()
 
-    def asked(self, place: UserPlace) -> None:
-        """An instance asked for values at this place of the user's code."""
+    def asked(self, inner: int = 1) -> None:
+        """An instance asks for values. inner: how many frames from this one on are certainly ours."""
         self.suspensions += 1
+        if (self.suspensions - 1) % self.every:
+            return
+        place = user_place(inner)
         key = None if place is None else (id(place[0]), place[1])
-        place_and_count = self._places.get(key)
-        self._places[key] = place, 1 if place_and_count is None else place_and_count[1] + 1
+        self._places[key] = place
+        self._counts[key] += self.every
 
     @property
     def lines(self) -> dict[str, int]:
         """The user's lines that asked, and how often."""
         counts: dict[str, int] = {}
-        for place, count in list(self._places.values()):
+        for key, place in list(self._places.items()):
             line = line_of(place)
-            counts[line] = counts.get(line, 0) + count
+            counts[line] = counts.get(line, 0) + self._counts[key]
         return counts
 
     @property
     def asked_most(self) -> UserPlace:
         """Where the user's code asked most often."""
-        return max(self._places.values(), key=lambda x: x[1], default=(None, 0))[0]
+        return self._places[self._counts.most_common(1)[0][0]] if self._counts else None
 
     def phase(self, calls: int, suspended: Sequence[int]) -> None:
         """A phase ran `calls` calls for these instances."""
@@ -236,7 +242,7 @@ class _Parked:
     plain: bool  # whether it waits for Python numbers
     modes: ThreadModes
     waits: bool = True
-    answer: Sequence[object] = ()
+    answer: list[object] = field(init=False)
 
 
 class Turns:
@@ -356,13 +362,12 @@ class Turns:
         self.resuming = []
 
     def _give(self, plain: bool, read: Callable[[Sequence[int]], Sequence[object]]) -> None:
-        """Give those that go on what they wait for as numbers (plain) or as tensors, each value once, by one `read`."""
+        """Give those that go on what they wait for as numbers (plain) or as tensors, by one `read`."""
         base, waiting = self.recorder.base, [p for p in self.resuming if p.plain is plain]
         if waiting:
-            wanted = list(dict.fromkeys([v._value for p in waiting for v in p.values]))
-            answers = dict(zip(wanted, read([w - base for w in wanted]), strict=True))
+            answers = iter(read([v._value - base for p in waiting for v in p.values]))
             for p in waiting:
-                p.answer = [answers[v._value] for v in p.values]
+                p.answer = list(itertools.islice(answers, len(p.values)))
 
     def _runs(self, instance: int) -> None:
         """The code that runs from here on is this instance's."""
@@ -448,10 +453,10 @@ class Turns:
         if not usual:
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
-        self.statistics.asked(user_place(_BETWEEN))
+        self.statistics.asked(_BETWEEN)
         self.parked.append(parked)
         self.main.switch()
-        return list(parked.answer)
+        return parked.answer
 
     def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:
         """`_ask`, but for what calls of parameters alone gave: for such nobody waits."""
@@ -502,7 +507,7 @@ class Turns:
     def _answer_here(self, values: list[Value], plain: bool) -> list[Any]:
         """The answer to `_ask` without leaving this instance: what is pending runs now."""
         calls, modes = self.recorder.pending, ThreadModes()
-        self.statistics.asked(user_place())
+        self.statistics.asked()
         self.modes.restore()
         try:
             with tracing(None), unheard(self.recorder):
@@ -519,7 +524,7 @@ class Turns:
 
 _TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
-_BETWEEN = 3  # two functions of RecordedCalls through which a value asks, and who calls them
+_BETWEEN = 5  # `asked`, `_ask`, two functions of RecordedCalls through which a value asks, and the value's
 
 
 class LazyBatch:
@@ -587,7 +592,7 @@ class LazyBatch:
         return tree_map(lambda x: next(real) if type(x) is Value else x, results)
 
     def _ask(self, values: list[Value], plain: bool = False) -> list[Any]:
-        self.statistics.asked(user_place())
+        self.statistics.asked()
         self.run()
         with tracing(None):
             read = self.execution.numbers if plain else self.execution.read

@@ -53,6 +53,11 @@ class ChangedError(InPlaceError):
         self.what = what
 
 
+def _has_no_tensors(result: object) -> bool:
+    leaves = leaves_of(result)
+    return is_flat(leaves) and not any(isinstance(x, torch.Tensor) for x in leaves)
+
+
 class OngoingRecording(Turns, Generic[Ticket]):
     """Instances that take turns, and of which others come while some wait."""
 
@@ -61,17 +66,16 @@ class OngoingRecording(Turns, Generic[Ticket]):
         fn: Callable[..., object],
         table: SignatureTable,
         roots: Sequence[torch.nn.Module],
-        new_execution: Callable[[Any], Execution],
+        new_execution: Callable[[], Execution],
         slots: int,
         statistics: Statistics,
     ) -> None:
-        """new_execution: gives the state of a new run, after another one; it has `real(results)`, which gives results
-        with real tensors in place of values. slots: how many instances there may be at a time. statistics: where waits
-        are counted."""
+        """new_execution: gives the state of a new run, which has `real(results)`: results with real tensors in place of
+        values. slots: how many instances there may be at a time. statistics: where waits are counted."""
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.copies, recorder.watches_operands = {}, True
         self.execution: Any
-        super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(None), True, None)
+        super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(), True, None)
         self.alone, self.settings, self.statistics = False, settings_now(), statistics
         self.keeps, self.counted = BaseException, False
         self.new_execution = new_execution
@@ -115,7 +119,9 @@ class OngoingRecording(Turns, Generic[Ticket]):
             return []
         self.check()
         with unheard(self.recorder):
-            results = self.execution.real([self.results[slot] for slot in slots])
+            results = [self.results[slot] for slot in slots]
+            if not all(map(_has_no_tensors, results)):
+                results = self.execution.real(results)
             return [(self._leave(slot), result) for slot, result in zip(slots, results, strict=True)]
 
     def _leave(self, slot: int, *, ended: bool = False) -> Ticket:
@@ -188,7 +194,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
         with unheard(self.recorder):
             if self.recorder.count - self.recorder.base > self.most:
                 left = self.recorder.begin_anew(self.execution.read)
-                self.execution, self.most = self.new_execution(self.execution), max(FEWEST, 4 * left)
+                self.execution, self.most = self.new_execution(), max(FEWEST, 4 * left)
                 self.statistics.phases.clear()
             self.recorder.settled = self.execution.settled(self.recorder.base)
         self._go_on()

@@ -13,8 +13,8 @@ from fxbatch.trace.state import _fast
 from tests.lines import lines_of
 
 # Lines of fxbatch's Python for the decoder of examples/serve.py: to be lowered only.
-A_PHASE = 300
-AN_INSTANCE = 98
+A_PHASE = 297
+AN_INSTANCE = 93
 
 pytestmark = pytest.mark.skipif(
     _fast is None, reason="calls are recorded by Python where there is no extension"
