@@ -26,7 +26,7 @@ static PyObject *tensor_of(const View *v, char **bases, int64_t n)
     if (!lent)
         return PyErr_NoMemory();
     for (int64_t i = 0; i < v->rank; i++) {
-        const Dimension *d = &(&v->d0)[i];
+        const Dimension *d = &v->dimensions[i];
         lent->shape[i] = rows_of(d->per_row, d->rest, n);
         lent->strides[i] = d->stride;
     }
@@ -55,7 +55,7 @@ const char *call_fault(const Program *p, const Instruction *x)
             const Base *base = &p->bases[v->base];
             double last = (double)v->offset;
             for (int64_t k = 0; k < v->rank; k++) {
-                const Dimension *d = &(&v->d0)[k];
+                const Dimension *d = &v->dimensions[k];
                 if (!rows_fit(d->per_row, d->rest) || d->stride < 0)
                     return "dimension";
                 last += (double)(rows_of(d->per_row, d->rest, n) - 1) * (double)d->stride;

@@ -19,7 +19,7 @@ from torch import nn
 
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.errors import TraceError
-from fxbatch.ir import Layout, Modes, Signature
+from fxbatch.ir import Modes, Signature
 from fxbatch.signature import Body, tensors_of
 from fxbatch.torch_private import any_autocast, run_backward, set_grad_enabled
 from fxbatch.trace.operations import NOT_DIFFERENTIABLE
@@ -51,11 +51,6 @@ class UnbatchedKernel(nn.Module):
         with contextlib.nullcontext() if _are_present(modes) else entered_modes(modes, self._devices):
             rows = [signature.run([x[i] for x in inputs], shared) for i in range(n)]
         return tuple(torch.stack(column) for column in zip(*rows, strict=True))
-
-    @property
-    def layout(self) -> Layout:
-        """Every input is a group of its own."""
-        return Layout(tuple((i,) for i in range(len(self.signature.inputs))))
 
     def keeps_rows(self, grad: bool) -> bool:
         """Whether rows that it is given must be its own: it may write to them, or backward reads them."""

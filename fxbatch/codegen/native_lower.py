@@ -81,7 +81,7 @@ class NativeProgram:
 
 def record_type(record: type) -> np.dtype[Any]:
     """A record of `native_table.py` as numbers in memory."""
-    return np.dtype([(name, np.int64 if kind is int else record_type(kind))
+    return np.dtype([(name, np.int64 if kind is int else record_type(kind), MOST_RANK if kind is Dimension else ())
                      for name, kind in record.__annotations__.items()])  # fmt: skip
 
 
@@ -121,7 +121,7 @@ class Lowering:
     adding: bool = False
     bases: list[Base] = field(default_factory=list)
     items: list[Instruction] = field(default_factory=list)
-    views: list[View] = field(default_factory=list)
+    views: list[tuple[object, ...]] = field(default_factory=list)  # as View has them
     calls: list[tuple[str, Callable[..., object]]] = field(default_factory=list)  # of torch
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
@@ -336,7 +336,7 @@ class Lowering:
         for x in spans:
             dims = [Dimension(a, b, stride) for (a, b), stride in zip(x.shape, x.strides, strict=True)]
             dims += [Dimension()] * (MOST_RANK - len(dims))
-            self.views.append(View(x.base, x.offset, DTYPES.index(x.dtype), len(x.shape), *dims))
+            self.views.append((x.base, x.offset, DTYPES.index(x.dtype), len(x.shape), dims))
 
     def _view(self, node: fx.Node) -> None:
         source = self.span(node.args[0])

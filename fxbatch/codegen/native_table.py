@@ -108,22 +108,17 @@ class Dimension(NamedTuple):
     stride: int = 0
 
 
+MOST_RANK = 6
+
+
 class View(NamedTuple):
-    """A tensor that torch is given: of the first `rank` of its dimensions."""
+    """A tensor that torch is given, of `rank` of MOST_RANK dimensions."""
 
     base: int
     offset: int
     type: int  # of DTYPES in native_layouts.py
     rank: int
-    d0: Dimension = Dimension()
-    d1: Dimension = Dimension()
-    d2: Dimension = Dimension()
-    d3: Dimension = Dimension()
-    d4: Dimension = Dimension()
-    d5: Dimension = Dimension()
-
-
-MOST_RANK = 6
+    dimensions: Dimension  # MOST_RANK of them
 
 
 class Origin(IntEnum):
@@ -324,7 +319,7 @@ def header() -> str:
 
 def _struct(record: type) -> str:
     fields = (
-        f"{'int64_t' if kind is int else kind.__name__} {name};"
+        f"{'int64_t' if kind is int else kind.__name__} {name}{'[MOST_RANK]' * (kind is Dimension)};"
         for name, kind in record.__annotations__.items()
     )
     return f"typedef struct {{ {' '.join(fields)} }} {record.__name__};"

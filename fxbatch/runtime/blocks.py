@@ -33,7 +33,7 @@ from torch import fx, nn
 from fxbatch.codegen.body import devices_of
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
-from fxbatch.passes.signature_graph import find_needs
+from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -152,35 +152,32 @@ class BlockMemory:
             unrolled = self.planner.structures.get(
                 "unrolled", key, lambda: emit_unrolled(self.planner, program, schedule), size
             )
-            return BlockPhase.of(program, schedule, unrolled.plan, unrolled.operations, unrolled)
+            plan, operations = unrolled.plan, unrolled.operations
+            return BlockPhase(program, schedule, plan, NO_NEEDS, operations, unrolled=unrolled)
         operations, arenas = forward_operations(self.planner, program), self._arenas(program)
-        used = np.array([blocks.used for blocks in arenas], dtype=np.int64)
         plan = plan_arenas(
-            program, schedule, operations.layouts, slots=operations.slots, used=used,
+            program, schedule, operations.layouts, slots=operations.slots,
+            used=np.array([blocks.used for blocks in arenas], dtype=np.int64),
             known_rows=self.row_of_value[: program.known], run_before=self._before(operations),
         )  # fmt: skip
-        return BlockPhase.of(program, schedule, plan, operations)
+        return BlockPhase(program, schedule, plan, NO_NEEDS, operations)
 
     def launch(self, phase: BlockPhase) -> int:
         """Run a phase that was planned last; how many kernels were launched."""
-        program, plan, operations, arenas = (
+        program, plan, compiled, arenas = (
             phase.program,
             phase.plan,
-            phase.operations,
+            phase.compiled,
             self._arenas(phase.program),
         )
+        row = plan.row_of_value
         if phase.unrolled is None:
-            before = self._before(operations)
-            walk(program, plan, arenas, before, _caller(operations.compiled), _stacker(program))
-            row = plan.row_of_value
+            walk(program, plan, arenas, self._before(phase.operations), _caller(compiled), _stacker(program))
         else:
-            early = [
-                self.read(int(self.type_of_value[values[0]]), self.row_of_value[values])
-                for values in phase.unrolled.known
-            ]
+            kinds, rows = self.type_of_value, self.row_of_value
+            early = [self.read(kinds.item(values[0]), rows[values]) for values in phase.unrolled.known]
             results = phase.unrolled(phase.unrolled.arguments(early, program.constants))
-            row = np.full(program.values, -1, dtype=np.int64)
-            row[: program.known] = self.row_of_value[: program.known]
+            row = np.concatenate([rows[: program.known], np.full(program.values - program.known, -1)])
             for values, tensor in zip(phase.unrolled.results, results, strict=True):
                 blocks = arenas[program.type_of_value[values[0]]]
                 row[values] = blocks.used + np.arange(len(values))
@@ -192,8 +189,7 @@ class BlockMemory:
         for k, n in enumerate(plan.step_rows.tolist()):
             operation = phase.operation(k)
             self.rows_run[operation] = self.rows_run.get(operation, 0) + n
-            if not is_constant(operation.signature):
-                launches += n if operation.graphs is None else 1
+            launches += 0 if operation.forward is None else 1 if operation.unbatched is None else n
         return launches
 
     def _arenas(self, program: Program) -> list[Blocks]:
@@ -211,16 +207,8 @@ class BlockPhase(Phase):
 
     unrolled: Unrolled | None = None
 
-    @staticmethod
-    def of(
-        program: Program,
-        schedule: Schedule,
-        plan: Plan,
-        operations: OperationSet,
-        unrolled: Unrolled | None = None,
-    ) -> BlockPhase:
-        needs = find_needs(program, [False] * len(program.signatures), {})
-        return BlockPhase(program, schedule, plan, needs, operations, unrolled=unrolled)
+
+NO_NEEDS = Needs((), np.zeros(0, dtype=bool), (np.zeros(0, dtype=np.int64),) * 2)
 
 
 def forward_operations(planner: Planner, program: Program) -> OperationSet:

@@ -27,7 +27,7 @@ from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
 from fxbatch.runtime.results import Results, Take, nest, separate, stack
-from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
+from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
@@ -272,13 +272,7 @@ class ReadyMinibatch:
         shapes = {s: program.signatures[s].outputs[0].shape for s in program.constants}
         whole = [t for s, payload in program.constants.items() if shapes[s] for t in payload]
         versions = versions_of(whole)
-        phase = None
-        renumber: Renumber = lambda ids: ids  # noqa: E731
-        if len(program):
-            program, schedule = engine.rewrite(program)
-            renumber = renumbering(values, program.outputs)
-            if len(program):
-                phase = run.plan_phase(program, schedule, last=True)
+        phase, renumber = run.prepare(program, values)
         operands = [
             (operand, tensor, tensor.requires_grad)
             for signature, tensors in run.memory.shared.items()
@@ -292,12 +286,10 @@ class ReadyMinibatch:
 
     def __call__(self, out: str) -> Any:
         """Run it and assemble its results."""
-        run = self.run
         if self.phase is not None:
-            with nullcontext() if run.blocks is not None else kernel_modes():
-                run.launch(self.phase)
+            self.run.start(self.phase)
         self.used = True
-        return self.engine.assemble(run, self.results, self.renumber, out)
+        return self.engine.assemble(self.run, self.results, self.renumber, out)
 
     @guard("model")
     def stale(self) -> bool:

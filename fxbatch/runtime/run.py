@@ -11,7 +11,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -101,6 +101,9 @@ class Run:
         self.operands: Operands = {}  # what shared operands are in this run
         self._families: dict[object, tuple[Family, Types]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
+        self.modes: Callable[[], AbstractContextManager[None]] = (
+            kernel_modes if self.blocks is None else nullcontext
+        )
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
         self.released = False
@@ -141,17 +144,29 @@ class Run:
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
         rewritten first. Returns the map from the recorder's value ids to this run's."""
+        phase, renumber = self.prepare(self.resolved(program), values)
+        if phase is not None:
+            self.start(phase)
+        return renumber
+
+    def prepare(self, program: Program, values: np.ndarray) -> tuple[Phase | None, Renumber]:
+        """`finish` up to where it runs: the last phase, None where there is nothing to run."""
         if not len(program):
-            return lambda ids: ids
-        program, schedule = self.planner.rewrite(self.resolved(program))
-        if len(program):
-            self.execute(program, schedule)
-        return renumbering(values, program.outputs)
+            return None, lambda ids: ids
+        program, schedule = self.planner.rewrite(program)
+        with self.modes():
+            phase = self.plan_phase(program, schedule, last=True) if len(program) else None
+        return phase, renumbering(values, program.outputs)
 
     def execute(self, program: Program, schedule: Schedule | None = None, *, last: bool = True) -> None:
         """Run a program, by the policy of the options where no schedule is given."""
-        with kernel_modes() if self.blocks is None else nullcontext():
+        with self.modes():
             self.launch(self.plan_phase(program, schedule, last=last))
+
+    def start(self, phase: Phase) -> None:
+        """Run a phase that was planned by `prepare`."""
+        with self.modes():
+            self.launch(phase)
 
     def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
         """Everything of a phase but the running: operations compiled, steps, places and gathers planned.
@@ -183,9 +198,7 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        whole = phase.whole_plan
-        columns = self.memory.phases.ran() if whole is None else whole.columns
-        self.value_row, self.value_type, self.value_needs = columns
+        self.value_row, self.value_type, self.value_needs = self.memory.columns_of_values(phase.whole_plan)
         if self.lasting and self.grad:
             trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
             phase.read = [(t, t._version) for t in (*trained, *self.read_back([phase]))]

@@ -178,7 +178,7 @@ def test_views_outside_of_their_memory_are_refused() -> None:
             refused += 1
     for name in ("per_row", "rest", "stride"):
         views = made.views.copy()
-        views["d0"][name][0] = 1 << 20
+        views["dimensions"][name][0, 0] = 1 << 20
         with pytest.raises(ValueError):
             extension.Program(made.bases, made.instructions, records(Source, ()), views, made.functions)
     for functions, views in (((), made.views), (made.functions, made.views[:-1])):
