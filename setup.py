@@ -62,6 +62,7 @@ for extension in _LOOPS:
 _NATIVE = (
     "_native",
     "_native_blocks",
+    "_native_calls",
     "_native_products",
     "_native_program",
     "_native_steps",
@@ -107,14 +108,17 @@ setup(
             "fxbatch.codegen._native",
             [f"fxbatch/codegen/{name}.c" for name in _NATIVE],
             depends=[
-                f"fxbatch/codegen/{name}.h"
-                for name in (
-                    "_native",
-                    "_native_loops",
-                    "_native_operations",
-                    "_native_steps",
-                    "_native_tiles",
-                )
+                "fxbatch/trace/_fast_dlpack.h",
+                *(
+                    f"fxbatch/codegen/{name}.h"
+                    for name in (
+                        "_native",
+                        "_native_loops",
+                        "_native_operations",
+                        "_native_steps",
+                        "_native_tiles",
+                    )
+                ),
             ],
             # Loops are vectorised: comparisons become blends, and the square root an instruction.
             extra_compile_args=[

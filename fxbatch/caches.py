@@ -56,7 +56,7 @@ CACHES = {
     "operations": Kind("signature, needs, types of shared operands, options", 4096, "engine"),
     "signatures that were met": Kind("signature", 4096, "engine"),
     "idle passes": Kind("columns, which signatures are called", 256, "engine"),
-    "sums of values": Kind("operation, types, modes", 256, "engine"),
+    "signatures of rewrites": Kind("operation, types, modes, arguments", 256, "engine"),
     "signatures in blocks": Kind("signature", 4096, "engine"),
     "fused signatures": Kind("members", 1024, "engine"),
     "equal calls": Kind("checksum of columns", 256, "engine"),

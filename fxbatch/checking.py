@@ -42,14 +42,11 @@ from fxbatch.judge import (
     nudged,
 )
 from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.autograd import DifferentiableRun
-from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch
-from fxbatch.runtime.results import Results
+from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.shared_state import SharedState
 from fxbatch.signature import Signature
 from fxbatch.torch_private import tree_flatten
-from fxbatch.trace.minibatch import Execution
 from fxbatch.views import constant_tensor
 
 SHOWN = 5  # differences in an error's text
@@ -328,7 +325,7 @@ class Place:
         return f"{self.signature}, instance {self.instance}{line}: {self.message}"
 
 
-def first_difference(run: Run | DifferentiableRun, prepared: Prepared) -> Place | None:
+def first_difference(run: Run, prepared: Prepared) -> Place | None:
     """The first call, in recorded order, whose batched outputs differ from those of the call run alone, on what its
     inputs are alone. None where all calls agree, or where random operations forbid the comparison.
 
@@ -341,10 +338,7 @@ def first_difference(run: Run | DifferentiableRun, prepared: Prepared) -> Place 
     for program, schedule in prepared:
         # All values are results here: their rows are not used again by later steps.
         whole = dataclasses.replace(program, outputs=np.arange(program.values))
-        if isinstance(run, Run):
-            run.execute(whole, schedule, last=len(prepared) == 1)
-        else:
-            run.execute(whole, schedule)
+        run.execute(whole, schedule, last=len(prepared) == 1)
         with torch.no_grad(), kernel_modes():
             found = _walk(program, run, alone, exact)
         if found is not None:
@@ -352,9 +346,16 @@ def first_difference(run: Run | DifferentiableRun, prepared: Prepared) -> Place 
     return None
 
 
-def _walk(
-    program: Program, run: Run | DifferentiableRun, alone: list[torch.Tensor], exact: list[torch.Tensor]
-) -> Place | None:
+def prepared_of(run: Run) -> Sequence[Prepared]:
+    """What a run ran: of each of its segments, and of itself, the programs of its phases with their schedules."""
+    return [[(p.program, p.schedule) for p in part.phases] for part in (*run.segments, run)]
+
+
+def _signatures(parts: Sequence[Prepared]) -> list[Signature]:
+    return [s for prepared in parts for program, _ in prepared for s in program.signatures]
+
+
+def _walk(program: Program, run: Run, alone: list[torch.Tensor], exact: list[torch.Tensor]) -> Place | None:
     """The first call of this phase that differs; `alone` and `exact` grow by its values."""
     payload = {s: iter(p) for s, p in program.constants.items()}
     shared: dict[int, list[torch.Tensor]] = {}
@@ -398,7 +399,8 @@ class CheckedCall:
     name: str
     owner: Any
     instances: Sequence[Instance]
-    batched: Callable[[], tuple[Any, Callable[[], Prepared]]]  # the result, and what programs were run for it
+    run: Run
+    batched: Callable[[], Any]  # the result, by that run
     undecorated: Callable[[Sequence[Instance]], Any]  # the loop, its results put together as the call's are
 
 
@@ -420,7 +422,7 @@ def checked(call: CheckedCall) -> Any:
         ) from error
     forward = call.forward
     start, shared = RandomState.now(), SharedState.of(forward, call.owner)
-    result, programs = call.batched()
+    result = call.batched()
     after, left = RandomState.now(), SharedState.of(forward, call.owner)
 
     def begin() -> None:
@@ -428,7 +430,7 @@ def checked(call: CheckedCall) -> Any:
         shared.restore()
 
     try:
-        _compare_with_loop(call, material, kept, result, programs, begin)
+        _compare_with_loop(call, material, kept, result, prepared_of(call.run), begin)
     finally:
         after.restore()
         left.restore(anew=False)
@@ -440,7 +442,7 @@ def _compare_with_loop(
     material: Material,
     kept: Material,
     result: Any,
-    programs: Callable[[], Prepared],
+    parts: Sequence[Prepared],
     begin: Callable[[], None],
 ) -> None:
     options = call.engine.options
@@ -469,7 +471,7 @@ def _compare_with_loop(
     if not judge(batched, loop).differences:
         return
     exact = _float64(run_loop)
-    coarsest = coarsest_of([s for program, _ in programs() for s in program.signatures])
+    coarsest = coarsest_of(_signatures(parts))
     found = judge(batched, loop, exact, draw, coarsest=coarsest).differences
     if not found:
         return
@@ -477,7 +479,7 @@ def _compare_with_loop(
     redrawn = judge(run_loop(seed=torch.initial_seed() ^ 1), loop, exact, coarsest=coarsest).differences
     differing = {k: d for k, d in found.items() if not (_excuses(repeated, k, d) or _excuses(redrawn, k, d))}
     if differing:
-        raise _difference_error(call, differing, programs)
+        raise _difference_error(call, differing, parts)
     why = "the loop gives something else when it runs again" if repeated else "they depend on random numbers"
     eval_too = "" if repeated else "; in eval() all are compared"
     what = f"{len(found)} results and gradients are compared by shape and type only"
@@ -506,12 +508,12 @@ def warn_once(engine: Engine, name: str, text: str) -> None:
 
 
 def _difference_error(
-    call: CheckedCall, differing: dict[Key, Judged], programs: Callable[[], Prepared]
+    call: CheckedCall, differing: dict[Key, Judged], parts: Sequence[Prepared]
 ) -> DifferenceError:
-    prepared = programs()
     place, note = None, ""
     try:
-        place = first_difference(call.engine.execution(), prepared)
+        places = (first_difference(call.engine.execution(), prepared) for prepared in parts)
+        place = next((x for x in places if x is not None), None)
     except (RuntimeError, FxbatchError) as error:
         note = f"which operation differs can't be told ({type(error).__name__}: {error})"
     first = next(iter(differing))
@@ -522,15 +524,15 @@ def _difference_error(
         lines.append(f"  ... {len(differing)} differences in all")
     if place is not None:
         note = f"first operation that differs: {place}"
-    lines.append(note or "each operation, run again, agrees by itself" + _users(prepared, first, call.owner))
+    lines.append(note or "each operation, run again, agrees by itself" + _users(parts, first, call.owner))
     return DifferenceError("\n".join(lines), instance, "" if place is None else place.signature)
 
 
-def _users(prepared: Prepared, first: Key, owner: Any) -> str:
+def _users(parts: Sequence[Prepared], first: Key, owner: Any) -> str:
     if not isinstance(owner, torch.nn.Module) or first not in dict(owner.named_parameters()):
         return ""
     assert isinstance(first, str)
-    users = parameter_users([s for p, _ in prepared for s in p.signatures], first, owner)
+    users = parameter_users(_signatures(parts), first, owner)
     return f"; {first} is read by {', '.join(users)}"
 
 
@@ -546,53 +548,3 @@ def parameter_users(signatures: Iterable[Signature], name: str, module: torch.nn
             if any((o.owner is owner and o.name == own) or o.resolve() is parameter for o in s.shared)
         )
     )
-
-
-@dataclass
-class WatchedExecution:
-    """An execution that remembers the programs of the phases that it ran."""
-
-    execution: Execution
-    programs: list[Program] = field(default_factory=list)
-
-    def run(self, program: Program) -> None:
-        self.programs.append(program)
-        self.execution.run(program)
-
-    def read(self, values: Sequence[int]) -> list[torch.Tensor]:
-        return self.execution.read(values)
-
-    def numbers(self, values: Sequence[int]) -> list[Any]:
-        return self.execution.numbers(values)
-
-    def settled(self, base: int) -> Any:
-        """C finds none."""
-        return None
-
-
-def run_watched(
-    engine: Engine, fn: Callable[..., Any], instances: Sequence[Instance]
-) -> tuple[Any, Callable[[], Prepared]]:
-    """`Engine.call`, and the programs that it ran with their schedules."""
-    run = engine.execution()
-    watched = WatchedExecution(run)
-    recording = engine.record(fn, instances, watched)
-    found = Results(recording.results, recording.held)
-    values = found.values
-    last = recording.recorder.final_program(values)
-    result = engine.assemble(run, found, run.finish(last, values), engine.options.out)
-
-    def programs() -> Prepared:
-        return [*((p, engine.schedule(p)) for p in watched.programs), engine.prepare(last)]
-
-    return result, programs
-
-
-def run_ready_watched(engine: Engine, ready: ReadyMinibatch) -> tuple[Any, Callable[[], Prepared]]:
-    """`ready(...)`, and the programs that it ran with their schedules."""
-    prepared = [(p.program, p.schedule) for p in ready.run.phases] if isinstance(ready.run, Run) else []
-    if ready.phase is not None:
-        prepared.append((ready.phase.program, ready.phase.schedule))
-    last = ready.program
-    result = ready(engine.options.out)
-    return result, lambda: [*prepared, engine.prepare(last)] if last is not None else prepared

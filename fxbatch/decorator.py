@@ -15,7 +15,8 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, Concatenate, Literal, Unpack, overload
 
 import torch
@@ -32,7 +33,7 @@ from fxbatch.batched_types import (
     S,
     Stacked,
 )
-from fxbatch.checking import CheckedCall, Prepared, checked, run_ready_watched, run_watched, warn_once
+from fxbatch.checking import CheckedCall, checked, warn_once
 from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceError, TraceError
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.mistakes import outside
@@ -43,8 +44,9 @@ from fxbatch.runtime.options import Batching, Options, signature
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import nest, stack_real
+from fxbatch.runtime.run import Run
 from fxbatch.runtime.strategy import Choice, Strategy, Trial
-from fxbatch.runtime.watchers import hidden_modes, shown_modes
+from fxbatch.runtime.watchers import hidden_modes
 from fxbatch.torch_private import (
     dispatch_mode_count,
     eval_frame_off,
@@ -74,6 +76,7 @@ class Autobatched:
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         self.fn = fn
+        self.one = self._alone if options.return_exceptions else fn  # what the loop calls
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.options = options
         self.signature = inspect.signature(fn)
@@ -244,7 +247,7 @@ class Autobatched:
         if alone:
             return self.one_by_one(instances)
         if self.options.adaptive == "loop":
-            return self._put_together(self.loop(instances))
+            return self.put_together(loop_over(self.one, instances))
         return self.run(self.engine(owner), owner, instances)
 
     def run(self, engine: Engine, owner: Any, instances: Sequence[Instance]) -> Any:
@@ -254,14 +257,20 @@ class Autobatched:
                 raise TraceError(f"{self.name} can't be batched here: {mode}")
         elif reason := surroundings() or engine.refusals.reason(training=engine.training):
             self.say_loop_runs(engine, reason)
-            return self._put_together(self.loop(instances))
+            return self.put_together(loop_over(self.one, instances))
         if self._is_checked(engine):
-            listed = list(instances)
             try:
-                return self._checked(engine, owner, listed, lambda: run_watched(engine, self.fn, listed))
+                listed, run = list(instances), engine.execution()
+                return self._checked(
+                    engine,
+                    owner,
+                    listed,
+                    run,
+                    lambda: engine.call(self.fn, listed, self.options.out, run=run),
+                )
             except TraceError as error:
                 self._refuse(engine, error)
-                return self._put_together(self.loop(instances))
+                return self.put_together(loop_over(self.one, instances))
         strategy = engine.strategy
         if (
             strategy is not None and not saved_tensors_are_packed()
@@ -269,13 +278,13 @@ class Autobatched:
             return self._chosen(engine, strategy, instances)
         return self._batched(engine, instances, self.options.out)
 
-    def by_the_settled_loop(self, args: tuple[Any, ...]) -> Any:
-        """The results of a call whose strategy has settled on the loop for minibatches like this one; NOT_SETTLED
-        where it has not, or where anything is unusual. The short way of what `__call__` does then, as code that is
-        out of the caches costs 80 ns an opcode."""
+    def settled_instances(self, args: tuple[Any, ...]) -> Iterable[Instance] | None:
+        """The instances of a call whose strategy has settled on the loop for minibatches like this one; None where it
+        has not, or where anything is unusual. The short way of what `__call__` does then, as code that is out of the
+        caches costs 80 ns an opcode."""
         owner = args[0] if self._may_settle and args else None
         if not isinstance(owner, torch.nn.Module):
-            return NOT_SETTLED
+            return None
         engine = owner.__dict__.get("_fxbatch_engines", _NONE).get(self)
         strategy = None if engine is None else engine.strategy
         if (
@@ -284,15 +293,15 @@ class Autobatched:
             or len(engine.queue)
             or len(args) - 1 not in self._in_columns
         ):
-            return NOT_SETTLED
+            return None
         if undecorated() or dispatch_mode_count() or inside_functorch() or saved_tensors_are_packed():
-            return NOT_SETTLED
+            return None
         columns = plain_columns(args[1:])
         if not columns or is_traced(columns[0]):
-            return NOT_SETTLED
+            return None
         if not strategy.is_quiet(len(columns[0]), grad=torch.is_grad_enabled()):
-            return NOT_SETTLED
-        return self._put_together(loop_over(self.fn, owner, columns))
+            return None
+        return zip(zip(repeat(owner), *columns), repeat(_NO_NAMES))  # the owner is one
 
     def _batched(
         self,
@@ -312,8 +321,8 @@ class Autobatched:
             result = engine.call(self.fn, list(instances), out, first=first, trial=trial)
         except TraceError as error:
             self._refuse(engine, error)
-            results = self.loop(instances, first=first)
-            return results if out == "list" else self._put_together(results)
+            results = loop_over(self.one, instances, first=first)
+            return results if out == "list" else self.put_together(results)
         return self._with_others(result, instances, trial, out, first)
 
     def _with_others(
@@ -322,8 +331,8 @@ class Autobatched:
         """The result of a trial with those of the instances that it did not begin, by the loop."""
         if trial is None or trial.begun is None:
             return result
-        results = [*result, *self.loop(instances[trial.begun :], first=first + trial.begun)]
-        return results if out == "list" else self._put_together(results)
+        results = [*result, *loop_over(self.one, instances[trial.begun :], first=first + trial.begun)]
+        return results if out == "list" else self.put_together(results)
 
     def _refuse(self, engine: Engine, error: TraceError) -> None:
         """A minibatch can't be recorded: the loop runs it, and those like it. The error, where all are to be batched or
@@ -357,7 +366,7 @@ class Autobatched:
             self._refuse(engine, error)
         if trial is not None:
             trial.begun = None
-        return self._put_together(self.loop(instances)), list
+        return self.put_together(loop_over(self.one, instances)), list
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
@@ -397,9 +406,9 @@ class Autobatched:
         if choice.scouts and not engine.changes and engine.root is not None:
             unchanged = ModuleState(engine.root.modules())
         if choice.timing is None:
-            results = self.loop(scouts)
+            results = loop_over(self.one, scouts)
         else:
-            results = choice.timing.of(lambda: self.loop(scouts), apart=True)
+            results = choice.timing.of(lambda: loop_over(self.one, scouts), apart=True)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
         batched, batches = 0, choice.batches and bool(rest)
@@ -415,23 +424,10 @@ class Autobatched:
                 results += self._batched(engine, rest, "list", first=len(results), trial=trial)
             batched = len(rest) if trial is None or trial.begun is None else trial.begun
         else:
-            results += self.loop(rest, first=len(results))
+            results += loop_over(self.one, rest, first=len(results))
         if text := strategy.warning(count, grad=grad):
             warnings.warn(f"{self.name}: {text}", LoopWarning, stacklevel=outside())
-        return self._put_together(results), batched
-
-    def loop(self, instances: Sequence[Instance], *, first: int = 0) -> list[Any]:
-        """The result of each instance by the undecorated forward, exactly as the plain loop runs it."""
-        results: list[Any] = []
-        alone = self._alone if self.options.return_exceptions else self.fn
-        with disabled(), shown_modes():
-            try:
-                for args, kwargs in instances:
-                    results.append(alone(*args, **kwargs) if kwargs else alone(*args))
-            except BaseException as error:
-                error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
-                raise
-        return results
+        return self.put_together(results), batched
 
     def _is_super(self, owner: Any) -> bool:
         """Whether a decorated method of a derived class, which stands for this one on `owner`, is among the callers.
@@ -471,7 +467,7 @@ class Autobatched:
                 )
                 return ready(self.options.out)
             again = [self._again(owner, item) for item in ready.instances]
-            return self._checked(engine, owner, again, lambda: run_ready_watched(engine, ready))
+            return self._checked(engine, owner, again, ready.run, lambda: ready(self.options.out))
         return ready(self.options.out)
 
     def _is_checked(self, engine: Engine) -> bool:
@@ -487,13 +483,16 @@ class Autobatched:
         engine: Engine,
         owner: Any,
         instances: Sequence[Instance],
-        batched: Callable[[], tuple[Any, Callable[[], Prepared]]],
+        run: Run,
+        batched: Callable[[], Any],
     ) -> Any:
+        """run: the one that gives the results of `batched`."""
+
         def undecorated(instances: Sequence[Instance]) -> Any:
             with disabled():
                 return self.one_by_one(instances)
 
-        return checked(CheckedCall(engine, self.fn, self.name, owner, instances, batched, undecorated))
+        return checked(CheckedCall(engine, self.fn, self.name, owner, instances, run, batched, undecorated))
 
     def ready(self, engine: Engine, owner: Any, batch: Any, *, ahead: bool = False) -> ReadyMinibatch:
         """A minibatch of traced instances, merged and planned; stale traces are made again."""
@@ -523,9 +522,9 @@ class Autobatched:
 
     def one_by_one(self, instances: Sequence[Instance]) -> Any:
         """The undecorated forward in a loop, results put together as the decorated call does."""
-        return self._put_together([self._alone(*args, **kwargs) for args, kwargs in instances])
+        return self.put_together([self._alone(*args, **kwargs) for args, kwargs in instances])
 
-    def _put_together(self, results: list[Any]) -> Any:
+    def put_together(self, results: list[Any]) -> Any:
         """Results of the instances, real tensors in them, as the decorated call gives them."""
         if self.options.out == "stack":
             return stack_real(results)
@@ -560,7 +559,6 @@ class _Engines(dict[Autobatched, Engine]):
 
 
 _NO_NAMES: dict[str, Any] = {}
-NOT_SETTLED = object()
 _NONE = _Engines()  # of objects that have none yet
 
 
@@ -610,8 +608,8 @@ def decorate(function: Any, options: Options) -> Any:
     def batched(*args: Any, **kwargs: Any) -> Any:
         frames, modes = eval_frame_off(), None
         try:
-            if not kwargs and (found := state.by_the_settled_loop(args)) is not NOT_SETTLED:
-                return found
+            if not kwargs and (instances := state.settled_instances(args)) is not None:
+                return state.put_together(loop_over(function, instances))
             modes = ThreadModes()
             owner, given = state.split_owner(args)
             if dispatch_mode_count() and memory_is_real():

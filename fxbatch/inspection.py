@@ -25,7 +25,8 @@ from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
-from fxbatch.runtime.autograd import Unrolled, UnrolledRun, take_results
+from fxbatch.runtime.autograd import take_results
+from fxbatch.runtime.blocks import Unrolled, emit_unrolled
 from fxbatch.runtime.engine import Engine, Instance
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -110,7 +111,7 @@ class Minibatch:
     @functools.cached_property
     def unrolled(self) -> Unrolled:
         """The unrolled module with what its arguments and results are."""
-        return UnrolledRun(self.engine).emit(self.rewritten, self.schedule)
+        return emit_unrolled(self.engine, self.rewritten, self.schedule)
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:

@@ -205,6 +205,11 @@ class Program:
         """int64 [values - known]: the call that makes value `known + i`."""
         return np.repeat(np.arange(len(self.sig)), self.width[self.sig])
 
+    def makers(self, values: np.ndarray) -> np.ndarray:
+        """int64 [values]: the call that makes each of these, -1 for those of earlier phases."""
+        makers: np.ndarray = self.call_of_value[np.maximum(values - self.known, 0)]
+        return makers if not self.known else np.where(values < self.known, -1, makers)
+
     @functools.cached_property
     def output_of_value(self) -> np.ndarray:
         """int64 [values - known]: each value's number among the outputs of all signatures."""

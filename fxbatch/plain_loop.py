@@ -1,21 +1,22 @@
 """The undecorated forward, one instance at a time: where the user asks for it, and as the short way of a call.
 
-In: a forward, its owner and columns of arguments. Out: a list with one result per instance.
+In: a forward, and the arguments of each instance. Out: a list with one result per instance.
 
     with disabled():                    # decorated callables in this thread are plain loops
         ...
-    loop_over(forward, model, [[x, y], [1.0, 2.0]])      # [forward(model, x, 1.0), forward(model, y, 2.0)]
+    loop_over(forward, [((model, x), {}), ((model, y), {"scale": 2.0})])
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
 from typing import Any
 
 import torch
 
+from fxbatch.runtime.watchers import shown_modes
 from fxbatch.signature import bodies
 from fxbatch.torch_private import memory_is_real
 from fxbatch.trace.state import current_recorder
@@ -69,15 +70,19 @@ def plain_columns(args: Sequence[Any]) -> list[Sequence[Any]]:
     return columns
 
 
-def loop_over(fn: Callable[..., Any], owner: Any, columns: Sequence[Sequence[Any]]) -> list[Any]:
-    """The result of each instance, decorated calls within it undecorated."""
+def loop_over(
+    fn: Callable[..., Any], instances: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], *, first: int = 0
+) -> list[Any]:
+    """The result of each instance, exactly as the plain loop has it: decorated calls within it undecorated, seen by
+    dispatch modes. first: the number of the first instance in its minibatch."""
     results: list[Any] = []
     switch.disabled += 1
     try:
-        for row in zip(*columns, strict=True):
-            results.append(fn(owner, *row))
+        with shown_modes():
+            for args, named in instances:
+                results.append(fn(*args, **named) if named else fn(*args))
     except BaseException as error:
-        error.add_note(f"fxbatch: in instance {len(results)} of the minibatch")
+        error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
         raise
     finally:
         switch.disabled -= 1

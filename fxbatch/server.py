@@ -39,6 +39,7 @@ from fxbatch.errors import (
     TraceError,
 )
 from fxbatch.on_demand import prometheus_parser
+from fxbatch.plain_loop import loop_over
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.packed_route import NOT_PACKED
@@ -398,7 +399,9 @@ class Server:
         try:
             with torch.enable_grad() if is_change else torch.inference_mode():
                 result = (
-                    request.change() if request.change else self.decorated.loop([self._arguments(request)])[0]
+                    request.change()
+                    if request.change
+                    else loop_over(self.decorated.one, [self._arguments(request)])[0]
                 )
         except BaseException as error:  # noqa: BLE001 - SystemExit ends its request alone
             result = error

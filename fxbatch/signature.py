@@ -234,6 +234,7 @@ class Readings(Protocol):
     """The content of everything that a body reads besides its tensors (`trace/plain_body.py`)."""
 
     items: Any  # places, each with what it held; `own`: of the body's own modules
+    key: object  # equal exactly where bodies do the same
 
     def reinstated(self) -> AbstractContextManager[None]:
         """Everything outside the body's own modules as it was."""

@@ -9,6 +9,7 @@ for batch in fxbatch.prefetch(model, loader):               # planned while the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 
 from fxbatch.decorator import Autobatched, find_autobatched
 from fxbatch.errors import MinibatchError, OptionError
+from fxbatch.runtime.autograd import materialise
 from fxbatch.runtime.engine import Engine, ReadyMinibatch, TracedInstance
 from fxbatch.runtime.options import Options
 from fxbatch.trace.minibatch import LazyBatch
@@ -250,7 +252,8 @@ def lazy(model: Any = None, **options: Any) -> Iterator[LazyBatch]:
     if chosen.check:
         raise OptionError("check: a lazy block has no instances to run again; a decorated callable has")
     engine = _lazy_engine(roots, chosen)
-    with LazyBatch(engine.table_for_recording(), engine.lasting(), roots) as batch:
+    table, run = engine.table_for_recording(), engine.execution(lasting=True)
+    with LazyBatch(table, run, functools.partial(materialise, run), roots) as batch:
         yield batch
 
 

@@ -28,7 +28,6 @@ from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime.backward import Backward, NativeKernels
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import NativeSteps
-from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.run import Run
 from fxbatch.trace.record import Recorder
 
@@ -46,7 +45,7 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (Backward, "__init__", "backward"),
     (backward_module, "add_parameter_gradients", "parameter gradients"),
 )
-KERNELS = (("forward", "forward"), ("parameters", "parameter gradients"))
+KERNELS = (("forward", "forward"), ("backward", "backward"), ("parameters", "parameter gradients"))
 # What is around these: of a decorated call besides, of torch's autograd besides.
 AROUND = ("call", "autograd", "zero gradients")
 PHASES = (*AROUND, *(name for _, _, name in PARTS))
@@ -114,12 +113,6 @@ class Stopwatch:
 
             for owner, name, phase in PARTS:
                 replace(owner, name, self._timed(getattr(owner, name), phase))
-            replace(
-                forward_module,
-                "_run_call_by_call",
-                self._stepped(forward_module._run_call_by_call, "forward"),
-            )
-            replace(Backward, "_step", self._stepped(Backward._step, "backward"))
             replace(NativeSteps, "forward", self._native_forward(NativeSteps.forward))
             replace(NativeSteps, "backward", self._native_backward(NativeSteps.backward))
             replace(NativeKernels, "run", self._native_kernels(NativeKernels.run))
@@ -140,18 +133,6 @@ class Stopwatch:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.phase(phase):
-                return function(*args, **kwargs)
-
-        return timed
-
-    def _stepped(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """A function of one step, among whose arguments are the phase, the step and the operation."""
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            at = next(i for i, x in enumerate(args) if isinstance(x, CompiledOperation))
-            step, phase = args[at - 1], args[at - 2]
-            with self.operation(args[at].signature.name, kind, int(phase.plan.step_rows[step])):
                 return function(*args, **kwargs)
 
         return timed
@@ -208,11 +189,11 @@ class Stopwatch:
 
 
 class TimedKernel:
-    """A step function or kernel, whose first argument is the number of rows, with its time taken."""
+    """A step function or kernel, whose first argument is the step or its number of rows, with its time taken."""
 
     def __init__(self, watch: Stopwatch, name: str, kernel: Callable[..., Any], kind: str) -> None:
         self.watch, self.name, self.kernel, self.kind = watch, name, kernel, kind
 
-    def __call__(self, n: int, *args: Any, **kwargs: Any) -> Any:
-        with self.watch.operation(self.name, self.kind, n):
-            return self.kernel(n, *args, **kwargs)
+    def __call__(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.operation(self.name, self.kind, getattr(step, "n", step)):
+            return self.kernel(step, *args, **kwargs)

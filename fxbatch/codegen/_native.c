@@ -9,11 +9,6 @@
 #include "_native_steps.h"
 #include <structmember.h>
 
-static int rows_fit(int64_t per_row, int64_t rest)
-{
-    return per_row >= 0 && per_row <= 1024 && rest >= 0 && rest < ((int64_t)1 << 31) && per_row + rest > 0;
-}
-
 /* Whether `rows` from the operand's offset on, of so many elements each, lie within its base, for n rows. */
 static int fits(const Program *p, const Operand *o, int64_t rows, int64_t reach, int64_t bytes, int64_t n)
 {
@@ -51,6 +46,8 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         return "unknown code";
     if (!rows_fit(x->per_row, x->rest) || x->width < 1 || x->width >= ((int64_t)1 << 31))
         return "rows or width";
+    if (x->code == CALL)
+        return x->group >= 0 || x->apart || x->packed ? "group" : call_fault(p, x);
     int pointwise = x->code < POINTWISE;
     if (pointwise != (x->group >= 0))
         return "group";
@@ -138,6 +135,8 @@ static void program_free(PyObject *self)
     PyMem_Free(p->code);
     PyMem_Free(p->sources);
     PyMem_Free(p->segments);
+    PyMem_Free(p->views);
+    Py_XDECREF(p->functions);
     Py_TYPE(self)->tp_free(self);
 }
 
@@ -158,19 +157,21 @@ static int count_bases(Program *p)
 
 static PyObject *program_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *bases, *code, *sources;
+    PyObject *bases, *code, *sources, *views = NULL, *functions = NULL;
     if (kwargs && PyDict_GET_SIZE(kwargs)) {
-        PyErr_SetString(PyExc_TypeError, "Program(bases, instructions, sources)");
+        PyErr_SetString(PyExc_TypeError, "Program(bases, instructions, sources, views=none, functions=())");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "OOO", &bases, &code, &sources))
+    if (!PyArg_ParseTuple(args, "OOO|OO!", &bases, &code, &sources, &views, &PyTuple_Type, &functions))
         return NULL;
     Program *p = (Program *)type->tp_alloc(type, 0);
     if (!p)
         return NULL;
     if (!(p->bases = copy_records(bases, sizeof(Base), &p->base_count)) ||
         !(p->code = copy_records(code, sizeof(Instruction), &p->length)) ||
-        !(p->sources = copy_records(sources, sizeof(Source), &p->source_count))) {
+        !(p->sources = copy_records(sources, sizeof(Source), &p->source_count)) ||
+        (views && !(p->views = copy_records(views, sizeof(View), &p->view_count))) ||
+        !(p->functions = functions ? Py_NewRef(functions) : PyTuple_New(0))) {
         Py_DECREF(p);
         return NULL;
     }
@@ -201,7 +202,7 @@ PyTypeObject ProgramType = {
     .tp_basicsize = sizeof(Program),
     .tp_dealloc = program_free,
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Program(bases, instructions, sources): a kernel as instructions, checked.",
+    .tp_doc = "Program(bases, instructions, sources, views, functions): a kernel as instructions, checked.",
     .tp_new = program_new,
 };
 
@@ -313,6 +314,7 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
         return NULL;
     }
     int good = number == PyTuple_GET_SIZE(programs) && at >= 0 && at <= last && last <= number;
+    last = ((Room *)room)->busy ? at : last;
     for (int64_t i = 0; i < number && good; i++) {
         const Program *p = (const Program *)PyTuple_GET_ITEM(programs, i);
         good = Py_TYPE(p) == &ProgramType;
@@ -537,6 +539,7 @@ static PyMethodDef methods[] = {
     {"address", (PyCFunction)(void (*)(void))native_address, METH_FASTCALL, "address(tensor, size): where it is, or None."},
     {"put_places", native_put_places, METH_VARARGS, "put_places(rows, width, at, tensors, sizes): pointers and bytes."},
     {"set_plain", native_set_plain, METH_O, "set_plain(classes of tensors whose numbers are in memory as they are)."},
+    {"set_exchange", native_set_exchange, METH_O, "set_exchange(capsule of DLPack's interface): whether torch can be called."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
     {NULL, NULL, 0, NULL},
 };

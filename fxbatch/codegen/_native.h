@@ -16,7 +16,7 @@
 /* Instructions [first, last). Where each keeps to its rows, they run block by block of rows, on several threads. */
 typedef struct {
     int64_t first, last;
-    int64_t rowwise;
+    int64_t rowwise; /* -1: calls of torch */
     int64_t cost; /* of a row, in additions of two numbers in the cache */
 } Segment;
 
@@ -26,7 +26,9 @@ typedef struct {
     Instruction *code;
     Source *sources; /* where the step finds the inputs that are not shared */
     Segment *segments;
-    int64_t base_count, length, source_count, segment_count, inputs, outputs;
+    View *views; /* of calls */
+    PyObject *functions; /* a tuple: what they call */
+    int64_t view_count, base_count, length, source_count, segment_count, inputs, outputs;
     int64_t apart_count, apart[MOST_APART]; /* instructions that may be done apart */
     int64_t packed_count, packed[MOST_APART]; /* instructions whose weights may be packed */
 } Program;
@@ -42,6 +44,7 @@ typedef struct {
     long shared; /* products that were done for several steps at once, counted a step */
     long packed; /* weights that were packed for a run */
     long threads;
+    int busy; /* a program of it is calling torch */
 } Room;
 
 /* An input that is put together of rows elsewhere: `size` rows of `row_bytes` for each row of the step. */
@@ -66,7 +69,7 @@ char *room_apart(Room *room, int64_t number, size_t bytes); /* of `number` that 
 int room_count(Room *room, int64_t count); /* 0 or -1, without an exception */
 /* Rows [from, from + count) of the step; 1 where an index is out of range. */
 int fill_rows(const Fill *fill, int64_t from, int64_t count, char *to);
-/* 0, or 1: an index is out of range, or there is no memory. `fills` are changed. */
+/* 0, or 1: an index is out of range, there is no memory, or there is an exception. `fills` are changed. */
 int run_program(const Program *program, int64_t n, char **bases, Fill *fills, int64_t fill_count, Room *room);
 
 /* _native_program.c */
@@ -80,6 +83,12 @@ void product_apart(const Instruction *x, char *out, char *a, char *b, const char
 void accumulate(float *out, const float *row, int64_t count);
 int choose_loops(const char *level); /* "" for the best; 0, or -1: this processor has none of that name */
 const char *chosen_loops(void);
+
+/* _native_calls.c */
+const char *call_fault(const Program *program, const Instruction *x);
+int call_uses(const Program *program, const Instruction *x, int64_t base, int written); /* reads or writes; or writes */
+int run_call(const Program *program, const Instruction *x, int64_t n, char **bases); /* 0, or 1 with an exception */
+PyObject *native_set_exchange(PyObject *module, PyObject *capsule);
 
 /* _native_products.c */
 /* out[i][j] = start[i][j], if there is a start, + sum of a[i][p] b[p][j]: element (i, p) of a is at i * row_of_a + p *
@@ -128,6 +137,11 @@ static inline size_t aligned(size_t bytes)
 static inline int64_t rows_of(int64_t per_row, int64_t rest, int64_t n)
 {
     return per_row * n + rest;
+}
+
+static inline int rows_fit(int64_t per_row, int64_t rest)
+{
+    return per_row >= 0 && per_row <= 1024 && rest >= 0 && rest < ((int64_t)1 << 31) && per_row + rest > 0;
 }
 
 #define GRAIN 32768 /* additions in the cache that take several times as long as to begin and end on two threads */

@@ -20,7 +20,7 @@ static int64_t width_of(const Instruction *x, int k)
 static int keeps_to_rows(const Program *p, const Instruction *x)
 {
     const int8_t *size = element_bytes(x->code);
-    if (x->per_row < 1 || x->rest || x->code == SUM_ROWS || x->code == TABLE_GRADIENT || x->depth_per_row)
+    if (x->code == CALL || x->per_row < 1 || x->rest || x->code == SUM_ROWS || x->code == TABLE_GRADIENT || x->depth_per_row)
         return 0;
     for (int k = 0; k < 4; k++) {
         const Operand *o = &operands_of(x)[k];
@@ -56,9 +56,12 @@ static void find_block_memory(Program *p)
             continue;
         for (int64_t s = 0; s < p->segment_count && mine >= -1; s++)
             for (int64_t i = p->segments[s].first; i < p->segments[s].last; i++)
-                for (int k = 0; k < 4; k++)
-                    if (element_bytes(p->code[i].code)[k] && operands_of(&p->code[i])[k].base == b)
-                        mine = p->segments[s].rowwise && (mine == -1 || mine == s) ? s : -2;
+                if (p->code[i].code == CALL)
+                    mine = call_uses(p, &p->code[i], b, 0) ? -2 : mine;
+                else
+                    for (int k = 0; k < 4; k++)
+                        if (element_bytes(p->code[i].code)[k] && operands_of(&p->code[i])[k].base == b)
+                            mine = p->segments[s].rowwise > 0 && (mine == -1 || mine == s) ? s : -2;
         if (mine >= 0)
             base->kind = BLOCK;
     }
@@ -70,7 +73,7 @@ int find_segments(Program *p)
     if (!p->segments)
         return -1;
     for (int64_t i = 0; i < p->length;) {
-        int64_t last = i + 1, good = keeps_to_rows(p, &p->code[i]), cost = cost_of(&p->code[i]);
+        int64_t last = i + 1, good = p->code[i].code == CALL ? -1 : keeps_to_rows(p, &p->code[i]), cost = cost_of(&p->code[i]);
         for (; p->code[i].group >= 0 && last < p->length && p->code[last].group == p->code[i].group; last++) {
             good = good && keeps_to_rows(p, &p->code[last]); /* a fused group stays together */
             cost += cost_of(&p->code[last]);
@@ -87,9 +90,11 @@ int find_segments(Program *p)
     return 0;
 }
 
-/* Whether an instruction writes a base, or reads it. */
-static int uses(const Instruction *x, int64_t base, int first, int last)
+/* Whether an instruction writes a base (operands 0 to 1), or reads it. */
+static int uses(const Program *p, const Instruction *x, int64_t base, int first, int last)
 {
+    if (x->code == CALL)
+        return call_uses(p, x, base, last == 1);
     for (int k = first; k < last; k++)
         if (element_bytes(x->code)[k] && operands_of(x)[k].base == base)
             return 1;
@@ -112,7 +117,7 @@ static int may_be_apart(const Program *p, int64_t i)
         out->row_bytes != x->width * 4)
         return 0;
     for (int64_t j = 0; j < p->length; j++)
-        if ((j != i && uses(&p->code[j], x->out.base, 0, 4)) || (j > i && uses(&p->code[j], x->a.base, 0, 1)))
+        if ((j != i && uses(p, &p->code[j], x->out.base, 0, 4)) || (j > i && uses(p, &p->code[j], x->a.base, 0, 1)))
             return 0;
     return 1;
 }
@@ -152,7 +157,7 @@ int find_apart(Program *p)
 
 static int is_rowwise(const Program *p)
 {
-    return p->segment_count == 1 && p->segments[0].rowwise;
+    return p->segment_count == 1 && p->segments[0].rowwise > 0;
 }
 
 typedef struct {
@@ -306,7 +311,7 @@ static size_t thread_memory(const Program *p, const Fill *fills, int64_t fill_co
     size_t most = 0;
     for (int64_t s = 0; s < p->segment_count; s++) {
         int64_t rows = rows_of_block(segment_cost(p, s, fills, fill_count), n, threads);
-        size_t bytes = row_memory(p, p->segments[s].rowwise ? rows : 1, BLOCK, p->base_count);
+        size_t bytes = row_memory(p, p->segments[s].rowwise > 0 ? rows : 1, BLOCK, p->base_count);
         for (int64_t i = 0; i < fill_count && is_rowwise(p); i++)
             bytes += aligned((size_t)(rows * fills[i].size * fills[i].row_bytes));
         most = bytes > most ? bytes : most;
@@ -344,8 +349,16 @@ int run_program(const Program *p, int64_t n, char **bases, Fill *fills, int64_t 
     }
     for (int64_t s = 0; s < p->segment_count && !failed; s++) {
         job.segment = &p->segments[s];
-        if (job.segment->rowwise)
+        if (job.segment->rowwise > 0)
             failed = run_segment(&job, segment_cost(p, s, fills, fill_count));
+        else if (job.segment->rowwise) { /* torch's calls run on its own threads, and may run anything */
+            products_as_before(before);
+            room->busy = 1;
+            for (int64_t i = job.segment->first; i < job.segment->last && !failed; i++)
+                failed = run_call(p, &p->code[i], n, bases);
+            room->busy = 0;
+            before = products_alone(room->threads);
+        }
         else
             failed = run_instructions(p, job.segment->first, job.segment->last, n, n, bases, job.memory, threads);
     }

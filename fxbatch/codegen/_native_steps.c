@@ -604,7 +604,7 @@ PyObject *native_forward(PyObject *module, PyObject *args)
         return NULL;
     int64_t k = first;
     Py_BEGIN_ALLOW_THREADS
-    for (; k < last; k++) {
+    for (; k < last && !s.room->busy; k++) {
         const Program *p = program_of(&s, k);
         if (p && p->packed_count && s.work[s.at[SIGNATURE][k]])
             pack(&s, p, k);
@@ -618,7 +618,7 @@ PyObject *native_forward(PyObject *module, PyObject *args)
     }
     Py_END_ALLOW_THREADS
     release_steps(&s);
-    return PyLong_FromLongLong(k);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(k);
 }
 
 /* backward(programs, room, columns, first, last) -> the step after the last that was not run: steps last - 1 down
@@ -632,7 +632,7 @@ PyObject *native_backward(PyObject *module, PyObject *args)
         return NULL;
     int64_t k = last;
     Py_BEGIN_ALLOW_THREADS
-    for (; k > first; k--) {
+    for (; k > first && !s.room->busy; k--) {
         if (s.at[PASSED][k - 1])
             continue;
         const Program *p = program_of(&s, k - 1);
@@ -655,5 +655,5 @@ PyObject *native_backward(PyObject *module, PyObject *args)
             multiply_later(&s, (const Program *)s.programs[i / MOST_APART], i % MOST_APART, k, &s.apart[i]);
     Py_END_ALLOW_THREADS
     release_steps(&s);
-    return PyLong_FromLongLong(k);
+    return PyErr_Occurred() ? NULL : PyLong_FromLongLong(k);
 }

@@ -1,22 +1,25 @@
 """An operation that can't be batched, run call by call on rows, with local autograd.
 
 kernel = UnbatchedKernel(signature)
-outputs, tape = kernel.forward(inputs, shared, input_needs=(True,), shared_needs=(True,))
+outputs, tape = kernel.taped(inputs, shared, input_needs=(True,), shared_needs=(True,))
 input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
+outputs = kernel(n, *inputs, *shared)            # under the autograd of now
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from fxbatch.codegen.body import devices_of, entered_modes
 from fxbatch.errors import TraceError
-from fxbatch.ir import Layout, Signature
+from fxbatch.ir import Modes, Signature
 from fxbatch.signature import Body, tensors_of
 from fxbatch.torch_private import any_autocast, run_backward, set_grad_enabled
 from fxbatch.trace.operations import NOT_DIFFERENTIABLE
@@ -33,22 +36,27 @@ class RowTape(NamedTuple):
     shared: Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class UnbatchedKernel:
+class UnbatchedKernel(nn.Module):
     """Runs `signature`'s body once a row. Inputs are `[n, *shape]` each; results are stacked."""
 
-    signature: Signature
+    def __init__(self, signature: Signature) -> None:
+        super().__init__()
+        self.signature = signature
 
-    @property
-    def layout(self) -> Layout:
-        """Every input is a group of its own."""
-        return Layout(tuple((i,) for i in range(len(self.signature.inputs))))
+    def forward(self, n: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Outputs of inputs and shared operands, differentiable as often as the body is."""
+        signature = self.signature
+        inputs, shared = tensors[: len(signature.inputs)], tensors[len(signature.inputs) :]
+        modes = replace(signature.modes, grad=signature.modes.grad and torch.is_grad_enabled())
+        with contextlib.nullcontext() if _are_present(modes) else entered_modes(modes, self._devices):
+            rows = [signature.run([x[i] for x in inputs], shared) for i in range(n)]
+        return tuple(torch.stack(column) for column in zip(*rows, strict=True))
 
     def keeps_rows(self, grad: bool) -> bool:
         """Whether rows that it is given must be its own: it may write to them, or backward reads them."""
         return grad or self.signature.only_reads is None
 
-    def forward(
+    def taped(
         self,
         groups: Sequence[torch.Tensor],
         shared: Sequence[torch.Tensor],
@@ -180,6 +188,13 @@ class UnbatchedKernel:
             for rows in tape.inputs
         ]
         return columns, [next(gradients, None) if x.requires_grad else None for x in tape.shared]
+
+
+def _are_present(modes: Modes) -> bool:
+    """Whether these modes hold right now; entering them would only break a compiled graph."""
+    casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    same = modes.grad == torch.is_grad_enabled() and modes.default_dtype == torch.get_default_dtype()
+    return same and not casts and not modes.autocast
 
 
 def _called(call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int) -> list[Any]:

@@ -23,7 +23,6 @@ from torch import fx
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.operation_graphs import Shape, device_of, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
-from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import direct_call
 
 aten = torch.ops.aten
@@ -190,19 +189,17 @@ class Kernel:
 
 
 class Workspace:
-    """Memory that kernels use again from call to call, one workspace per thread.
+    """What kernels use again from call to call, one workspace per thread.
 
     workspace.enter_run(memory.shared)
     workspace.prepared(kernel, shared)    # made once a run
-    workspace.rows(0, kind, 12)           # rows for input group 0, to be used up within a step
     """
 
     def __init__(self) -> None:
+        self.keeps_graphs = False  # whether another backward pass may come
         self._run: object = None
         self._room: Any = None
         self._prepared: dict[Kernel, tuple[tuple[torch.Tensor, ...], list[int], Sequence[torch.Tensor]]] = {}
-        # By input group and type: the memory, and views of it by the number of rows.
-        self._rows: dict[tuple[int, int], tuple[TensorSpec, torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def enter_run(self, run: object) -> None:
         """From here on kernels are called for this run; what they prepared for another is forgotten.
@@ -226,21 +223,6 @@ class Workspace:
         self._prepared[kernel] = (shared, versions, tensors)
         return tensors
 
-    def rows(self, group: int, kind: TensorSpec, n: int) -> torch.Tensor:
-        """Rows [n, *shape] of a step's input group, which nobody reads after the step."""
-        memory = self._rows.get((group, id(kind)))
-        view = None if memory is None else memory[2].get(n)
-        if view is not None:
-            return view
-        if memory is None or len(memory[1]) < n or len(memory[2]) > 512:
-            if len(self._rows) > 512:
-                self._rows.clear()
-            with torch.inference_mode(False):
-                block = torch.empty((n + n // 4, *kind.shape), dtype=kind.dtype, device=kind.device)
-            memory = self._rows[group, id(kind)] = kind, block, {}
-        view = memory[2][n] = memory[1][:n]
-        return view
-
     def native_room(self) -> object:
         """Where native programs of this thread write their intermediates, and on how many threads they run: torch's."""
         if self._room is None:
@@ -252,12 +234,29 @@ class Workspace:
         """Give all memory back."""
         self._room = None
         self._prepared.clear()
-        self._rows.clear()
 
 
 def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
     """The instructions of an operation graph."""
     return _KernelEmitter(module, name).emit()
+
+
+def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:
+    """One call as a function of the tensors that it reads and the memory that its results are written to, in a row.
+    results: the call, or the items of what it gives."""
+    emitter = _KernelEmitter(None, node.name)
+    inputs = emitter.registers = {x: Register(x.name) for x in node.all_input_nodes}
+    outs = [Register(f"o{i}") for i in range(len(results))]
+    read = (*inputs.values(), *outs)
+    direct = list(results) == [node] and _torch_function(node) is not None
+    emitter._call(node, emitter.body, outs[0] if direct else None)
+    for out, x in () if direct else zip(outs, results, strict=True):
+        if x is not node:
+            emitter._call(x, emitter.body)
+        emitter.body.append(
+            Instruction("into", torch.Tensor.copy_, (out, emitter.registers[x]), Register(f"{out}_there"))
+        )
+    return InstructionList(tuple(emitter.body), read, ()).bind()
 
 
 def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
@@ -296,7 +295,7 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
 
 @dataclass
 class _KernelEmitter:
-    module: fx.GraphModule
+    module: fx.GraphModule | None  # None: of single calls
     name: str
     body: list[Instruction] = field(default_factory=list)
     prepared: list[Instruction] = field(default_factory=list)  # run once a run, of shared operands
@@ -305,6 +304,7 @@ class _KernelEmitter:
     launches: int = 0
 
     def emit(self) -> Kernel:
+        assert self.module is not None
         graph = self.module.graph
         places = [x for x in graph.nodes if x.op == "placeholder"]
         self.results: list[fx.Node] = list(graph.output_node().args[0])

@@ -23,9 +23,11 @@ import torch
 from torch import fx
 
 from fxbatch.codegen import native_calls as calls
-from fxbatch.codegen.kernel import find_prepared
+from fxbatch.codegen.kernel import call_alone, find_prepared
+from fxbatch.codegen.native import callable_by_c
 from fxbatch.codegen.native_calls import CODES, Pointwise, pointwise
 from fxbatch.codegen.native_layouts import (
+    DTYPES,
     ONE,
     NotNative,
     Span,
@@ -47,10 +49,19 @@ from fxbatch.codegen.native_layouts import (
     view,
     walk,
 )
-from fxbatch.codegen.native_table import MOST_BASES, Base, Instruction, Memory, Operand
+from fxbatch.codegen.native_table import (
+    MOST_BASES,
+    MOST_RANK,
+    Base,
+    Dimension,
+    Instruction,
+    Memory,
+    Operand,
+    View,
+)
 from fxbatch.codegen.operation_graphs import Shape, Size, is_tensor, is_view, shape
 from fxbatch.codegen.operation_graphs import dtype as dtype_of
-from fxbatch.codegen.simplify import constant_value
+from fxbatch.codegen.simplify import constant_value, is_random
 
 aten = torch.ops.aten
 UNUSED = Operand()
@@ -59,15 +70,18 @@ SHORT = 16  # elements of a dimension that is added up one addition after anothe
 
 @dataclass(frozen=True, eq=False)
 class NativeProgram:
-    """Records, Base and Instruction, as C reads them."""
+    """Records, Base, Instruction and View, as C reads them, and what its instructions of kind CALL call."""
 
     bases: np.ndarray
     instructions: np.ndarray
+    views: np.ndarray
+    functions: tuple[Callable[..., object], ...]
+    calls: tuple[str, ...]  # of torch: their names
 
 
 def record_type(record: type) -> np.dtype[Any]:
     """A record of `native_table.py` as numbers in memory."""
-    return np.dtype([(name, np.int64 if kind is int else record_type(kind))
+    return np.dtype([(name, np.int64 if kind is int else record_type(kind), MOST_RANK if kind is Dimension else ())
                      for name, kind in record.__annotations__.items()])  # fmt: skip
 
 
@@ -107,6 +121,8 @@ class Lowering:
     adding: bool = False
     bases: list[Base] = field(default_factory=list)
     items: list[Instruction] = field(default_factory=list)
+    views: list[tuple[object, ...]] = field(default_factory=list)  # as View has them
+    calls: list[tuple[str, Callable[..., object]]] = field(default_factory=list)  # of torch
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
@@ -117,7 +133,8 @@ class Lowering:
 
     def run(self) -> NativeProgram:
         self.outputs: list[fx.Node] = list(self.graph.output_node().args[0])
-        first, _ = find_prepared(self.graph)  # what no row needs: else blocks of rows would end there
+        # What no row needs: else blocks of rows would end there.
+        first = self.first = find_prepared(self.graph)[0]
         if not all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs):
             raise NotNative("a result that is no dense tensor")
         if self.adding and not self._can_add():
@@ -127,6 +144,7 @@ class Lowering:
         for node in self.outputs:
             self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, Memory.OUTPUT))
         for node in (*first, *(x for x in self.graph.nodes if x not in first)):
+            self.node = node
             if node.op == "call_function":
                 self._node(node)
         for i, node in enumerate(self.outputs):
@@ -138,7 +156,15 @@ class Lowering:
                     self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
             raise NotNative(f"more than {MOST_BASES} tensors")
-        return NativeProgram(records(Base, self.bases), records(Instruction, group_pointwise(self.items)))
+        if not any(x.code != CODES["CALL"] for x in self.items):
+            raise NotNative(self.calls[0][0] if self.calls else "nothing to do")
+        return NativeProgram(
+            records(Base, self.bases),
+            records(Instruction, group_pointwise(self.items)),
+            records(View, self.views),
+            tuple(function for _, function in self.calls),
+            tuple(name for name, _ in self.calls),
+        )
 
     # -- memory
 
@@ -255,8 +281,9 @@ class Lowering:
         if not is_tensor(node):
             if isinstance(node.meta["values"][0], int) or node.target in _EXTREMES:
                 return  # sizes, which are known; pairs, of which each is written by itself
-            raise NotNative(f"{node.target}")
-        if constant_value(node) is not None:
+            self.call(node, f"{node.target}")
+            return
+        if constant_value(node) is not None or (node.target is operator.getitem and node in self.spans):
             return
         if node in self.copied:
             for piece in self.copied[node]:
@@ -264,12 +291,52 @@ class Lowering:
                 self.copy(narrow(self.target(node), piece.dim, piece.start, piece.size), source)
         elif is_view(node):
             self._view(node)
-        elif (call := pointwise(node)) is not None:
-            self.pointwise(self.target(node), call)
-        elif node.target in ROW_CALLS:
-            ROW_CALLS[node.target](self, node)
         else:
-            raise NotNative(f"{node.target}")
+            parts = self.bases, self.items, self.views, self.calls, self.spans
+            bases, items, views, calls, spans = map(len, parts)
+            try:
+                if (call := pointwise(node)) is not None:
+                    self.pointwise(self.target(node), call)
+                elif node.target in ROW_CALLS:
+                    ROW_CALLS[node.target](self, node)
+                else:
+                    raise NotNative(f"{node.target}")
+            except NotNative as reason:
+                del self.bases[bases:], self.items[items:], self.views[views:], self.calls[calls:]
+                for new in list(self.spans)[spans:]:
+                    del self.spans[new]
+                self.call(node, str(reason))
+
+    def call(self, node: fx.Node, reason: str) -> None:
+        """A call that C has no instruction for is torch's, of what lies in the program's memory."""
+        results = [node] if is_tensor(node) else [x for x in node.users if x.target is operator.getitem]
+        readable = all(is_tensor(x) for x in (*node.all_input_nodes, *results))
+        need(
+            callable_by_c() and not self.adding and readable and bool(results) and not is_random(node), reason
+        )
+        read = [_in_memory(self, self.span(x)) for x in node.all_input_nodes]
+        self.torch(
+            f"{node.target}",
+            call_alone(node, results),
+            [*read, *map(self.target, results)],
+            len(results),
+            reason,
+        )
+
+    def torch(
+        self, name: str, function: Callable[..., object], spans: Sequence[Span], results: int, reason: str
+    ) -> None:
+        """An instruction that gives these to a function of torch's, which writes to the last `results` of them."""
+        # What no row needs Python's kernel runs once a run.
+        need(callable_by_c() and not self.adding and self.node not in self.first, reason)
+        need(all(x.base >= 0 and len(x.shape) <= MOST_RANK for x in spans), reason)
+        fields = {"views": len(self.views), "view_count": len(spans), "results": results}
+        self.items.append(Instruction(CODES["CALL"], 1, 0, 1, UNUSED, number=len(self.calls), **fields))
+        self.calls.append((name, function))
+        for x in spans:
+            dims = [Dimension(a, b, stride) for (a, b), stride in zip(x.shape, x.strides, strict=True)]
+            dims += [Dimension()] * (MOST_RANK - len(dims))
+            self.views.append((x.base, x.offset, DTYPES.index(x.dtype), len(x.shape), dims))
 
     def _view(self, node: fx.Node) -> None:
         source = self.span(node.args[0])
@@ -289,7 +356,10 @@ class Lowering:
         call = calls.cast(out.dtype, out.dtype, None)
         if call is None or (source.base >= 0 and source.dtype != out.dtype):
             raise NotNative("a copy to another type")
-        self.loops(out, [as_number(source, out.dtype)], call.name, 0.0)
+        try:
+            self.loops(out, [as_number(source, out.dtype)], call.name, 0.0)
+        except NotNative as reason:
+            self.torch("copy", _copied, [source, out], 1, str(reason))
 
     def pointwise(self, out: Span, call: Pointwise) -> None:
         """A pointwise call, as one loop or a few."""
@@ -327,6 +397,10 @@ class Lowering:
     def integers(self, node: object) -> Span:
         """Where a node of int64 is, which is no number."""
         return of_type(self.span(node), torch.int64)
+
+
+def _copied(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    tensors[1].copy_(tensors[0])
 
 
 def as_number(span: Span, kind: torch.dtype) -> Span:

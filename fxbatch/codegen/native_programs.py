@@ -34,6 +34,7 @@ class NativeStep:
     forms: tuple[tuple[Shape, torch.dtype], ...]
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
     adding: object = None  # the program that adds to its results, where there is one
+    calls: tuple[str, ...] = ()  # of torch, that it makes
 
     def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each result for n rows."""
@@ -64,13 +65,16 @@ def make_step(
     origins = records(Source, sources)
     products.settle()
     try:
-        program = extension.Program(new_program.bases, new_program.instructions, origins)
         more = make_program(module, shared, adding=True) if sums else ""
-        adding = None if isinstance(more, str) else extension.Program(more.bases, more.instructions, origins)
+        program, adding = (
+            None if isinstance(x, str)
+            else extension.Program(x.bases, x.instructions, origins, x.views, x.functions)
+            for x in (new_program, more)
+        )  # fmt: skip
     except ValueError as error:
         return str(error)
     forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, forms, tuple(sizes), adding)
+    return NativeStep(name, program, forms, tuple(sizes), adding, new_program.calls)
 
 
 def forward_step(

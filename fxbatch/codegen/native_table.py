@@ -93,8 +93,32 @@ class Instruction(NamedTuple):
     padding: int = 0  # of a table's gradient: the row that gets none
     column: int = 0  # of PUT: elements that one index moves
     replaces: int = 0  # of PUT: whether numbers take the place of others, or are added to them
+    views: int = 0  # of CALL: its first view, and how many there are; `number` is which function it calls
+    view_count: int = 0
+    results: int = 0  # how many of its views, the last ones, it writes to
     apart: int = 0  # found by C: the base of a product that may be done apart, 0: none
     packed: int = 0  # likewise, of weights packed once a run
+
+
+class Dimension(NamedTuple):
+    """`per_row * n + rest` elements that are `stride` apart."""
+
+    per_row: int = 0
+    rest: int = 1
+    stride: int = 0
+
+
+MOST_RANK = 6
+
+
+class View(NamedTuple):
+    """A tensor that torch is given, of `rank` of MOST_RANK dimensions."""
+
+    base: int
+    offset: int
+    type: int  # of DTYPES in native_layouts.py
+    rank: int
+    dimensions: Dimension  # MOST_RANK of them
 
 
 class Origin(IntEnum):
@@ -205,7 +229,7 @@ class BackwardColumns(NamedTuple):
 
 
 ENUMS = (Memory, Origin, Gather, Read)
-RECORDS = (Base, Operand, Instruction, Source, Arena, Array, Counts, Place)
+RECORDS = (Base, Operand, Instruction, Dimension, View, Source, Arena, Array, Counts, Place)
 
 # -- operations
 
@@ -261,6 +285,7 @@ ROWS = (
     Rows("EXTREME", "f f"),
     Rows("PLACE_OF_EXTREME", "i f"),
     Rows("LOG_SUM_EXP", "f f", cost=8),
+    Rows("CALL", "- ---"),  # a call of torch, on all rows at once
 )
 assert len(LOOPS) <= FIRST_ROWS
 
@@ -274,6 +299,7 @@ def header() -> str:
         f"#define POINTWISE {len(LOOPS)}",
         f"#define MOST_ROWS ((int64_t){MOST_ROWS})",
         f"#define MOST_BASES {MOST_BASES}",
+        f"#define MOST_RANK {MOST_RANK}",
         f"enum {{ {ends[0]} = {FIRST_ROWS}, {', '.join(ends[1:])}, END }};",
         f"#define LOOP_BYTES {', '.join(map(_bytes, LOOPS))}",
         f"#define ROW_BYTES {', '.join(map(_bytes, ROWS))}",
@@ -293,7 +319,7 @@ def header() -> str:
 
 def _struct(record: type) -> str:
     fields = (
-        f"{'int64_t' if kind is int else kind.__name__} {name};"
+        f"{'int64_t' if kind is int else kind.__name__} {name}{'[MOST_RANK]' * (kind is Dimension)};"
         for name, kind in record.__annotations__.items()
     )
     return f"typedef struct {{ {' '.join(fields)} }} {record.__name__};"

@@ -5,41 +5,52 @@ its input groups (from a view, a broadcast row or an index), puts what backward 
 signature's buffers, and calls the kernel with the arena rows as destinations:
 
     forward = forward_function(graphs, kept, kernel)
-    forward(n, sources, outs, kept_rows, saved, shared, workspace)
+    forward(StepMemory(n, sources, outs, kept_rows, saved, shared), workspace)
+    forward, backward = row_functions(unbatched, needs)      # of an operation that runs call by call
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import torch
 
+from fxbatch.codegen.call_by_call import UnbatchedKernel
 from fxbatch.codegen.inductor import CompiledGraph
 from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.operation_graphs import OperationGraphs
-from fxbatch.ir import INDEX, VIEW
+from fxbatch.ir import BROADCAST, INDEX, VIEW
 
 StepFunction = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
 Source = tuple[int, torch.Tensor, Any]  # kind of gather, arena or rows, indices
 Kept = tuple[
     torch.Tensor | None, torch.Tensor
 ]  # flat rows (None: read in place), rows as the operation reads them
 
 
+class StepMemory(NamedTuple):
+    """What a step reads and writes in forward."""
+
+    n: int
+    sources: Sequence[Source]
+    outs: Sequence[torch.Tensor]
+    kept_rows: Sequence[Kept]
+    saved: Any  # tensors; call by call a list with the tape
+    shared: Sequence[torch.Tensor]
+
+
 class _GroupReader:
     """How the rows of an input group are read."""
 
     def __init__(self, graphs: OperationGraphs, group: int, kept_groups: tuple[int, ...]) -> None:
-        self.number, self.type, self.members = (
-            group,
-            graphs.group_type(group),
-            len(graphs.layout.groups[group]),
-        )
+        self.members = len(graphs.layout.groups[group])
         self.place = kept_groups.index(group) if group in kept_groups else None
         self.together = graphs.in_parameters(group)
 
-    def read(self, n: int, source: Source, kept_rows: Sequence[Kept], workspace: Workspace) -> torch.Tensor:
+    def read(self, n: int, source: Source, kept_rows: Sequence[Kept]) -> torch.Tensor:
         """[n, *shape], or [n, members, *shape]; rows that are kept are put where backward finds them."""
         kind, a, b = source
         flat, rows = (None, None) if self.place is None else kept_rows[self.place]
@@ -51,10 +62,10 @@ class _GroupReader:
             return rows
         if kind != INDEX:
             return self._in_place(n, kind, a)
-        if flat is None:
-            flat = workspace.rows(self.number, self.type, self.members * n)
+        if rows is None:
+            return self._wide(n, torch.index_select(a, 0, b))
         torch.index_select(a, 0, b, out=flat)
-        return self._wide(n, flat) if rows is None else rows
+        return rows
 
     def read_again(self, n: int, source: Source, kept_rows: Sequence[Kept]) -> torch.Tensor:
         """The rows of a kept group, read again in backward."""
@@ -72,20 +83,12 @@ class _GroupReader:
 def forward_function(
     graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: Kernel | CompiledGraph
 ) -> StepFunction:
-    """`(n, sources, outs, kept, saved, shared, workspace)`: the forward of a step."""
+    """`(step, workspace)`: the forward of a step."""
     groups = [_GroupReader(graphs, g, kept_groups) for g in range(len(graphs.layout.groups))]
 
-    def forward(
-        n: int,
-        sources: Sequence[Source],
-        outs: Sequence[torch.Tensor],
-        kept_rows: Sequence[Kept],
-        saved: Sequence[torch.Tensor],
-        shared: Sequence[torch.Tensor],
-        workspace: Workspace,
-    ) -> None:
-        rows = [g.read(n, source, kept_rows, workspace) for g, source in zip(groups, sources, strict=True)]
-        kernel(n, (*rows, *shared), (*outs, *saved), workspace)
+    def forward(step: StepMemory, workspace: Workspace) -> None:
+        rows = [g.read(step.n, x, step.kept_rows) for g, x in zip(groups, step.sources, strict=True)]
+        kernel(step.n, (*rows, *step.shared), (*step.outs, *step.saved), workspace)
 
     return forward
 
@@ -93,29 +96,63 @@ def forward_function(
 def backward_function(
     graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: Kernel | CompiledGraph
 ) -> StepFunction:
-    """`(n, grads, sources, outs, kept, saved, shared, group_grads, extra, workspace)`: the backward of a step."""
+    """`(step, grads, group_grads, extra, workspace)`: the backward of a step."""
     refs = [
         (r, _GroupReader(graphs, r.index, kept_groups) if r.kind == "group" else None)
         for r in graphs.backward_inputs
     ]
 
     def backward(
-        n: int,
-        grads: Sequence[torch.Tensor],
-        sources: Sequence[Source],
-        outs: Sequence[torch.Tensor],
-        kept_rows: Sequence[Kept],
-        saved: Sequence[torch.Tensor],
-        shared: Sequence[torch.Tensor],
-        group_grads: Sequence[torch.Tensor],
-        extra: Sequence[torch.Tensor],
-        workspace: Workspace,
+        step: StepMemory, grads: Tensors, group_grads: Tensors, extra: Tensors, workspace: Workspace
     ) -> None:
         rows = [
-            g.read_again(n, sources[r.index], kept_rows) if g is not None
-            else outs[r.index] if r.kind == "output" else saved[r.index]
+            g.read_again(step.n, step.sources[r.index], step.kept_rows) if g is not None
+            else step.outs[r.index] if r.kind == "output" else step.saved[r.index]
             for r, g in refs
         ]  # fmt: skip
-        kernel(n, (*grads, *rows, *shared), (*group_grads, *extra), workspace)
+        kernel(step.n, (*grads, *rows, *step.shared), (*group_grads, *extra), workspace)
 
     return backward
+
+
+def row_functions(
+    kernel: UnbatchedKernel, needs: tuple[Sequence[bool], Sequence[bool]]
+) -> tuple[StepFunction, StepFunction]:
+    """Forward and backward of steps that run call by call: what is saved is the tape. needs: which inputs and shared
+    operands need gradients; backward returns those of the latter."""
+    grad = any(map(any, needs))
+    grad_outputs = [j for j, t in enumerate(kernel.signature.outputs) if t.differentiable]
+
+    def forward(step: StepMemory, workspace: Workspace) -> None:
+        inputs = [_rows(*source, step.n, copied=kernel.keeps_rows(grad)) for source in step.sources]
+        outs, n = step.outs, step.n
+        _, tape = kernel.taped(
+            inputs, step.shared, input_needs=needs[0], shared_needs=needs[1], n=n, outs=outs
+        )
+        step.saved[:] = [tape] if grad else []
+
+    def backward(
+        step: StepMemory,
+        grads: Sequence[torch.Tensor | None],
+        group_grads: Tensors,
+        extra: Tensors,
+        workspace: Workspace,
+    ) -> list[torch.Tensor | None]:
+        of_outputs: list[torch.Tensor | None] = [None] * len(step.outs)
+        for j, gradient in zip(grad_outputs, grads, strict=True):
+            of_outputs[j] = gradient
+        inputs, shared = kernel.backward(step.saved[0], of_outputs, keep=workspace.keeps_graphs)
+        for gradient, target in zip(compress(inputs, needs[0]), group_grads, strict=True):
+            target.zero_() if gradient is None else target.copy_(gradient)
+        return [*compress(shared, needs[1])]
+
+    return forward, backward
+
+
+def _rows(kind: int, a: torch.Tensor, b: torch.Tensor | None, n: int, *, copied: bool) -> torch.Tensor:
+    """The rows of a source; copied: in memory that nobody else has."""
+    if kind == INDEX:
+        assert b is not None
+        return torch.index_select(a, 0, b)
+    rows = a.expand(n, *a.shape[1:]) if kind == BROADCAST else a
+    return rows.clone() if copied else rows

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxbatch.caches import Cache
-from fxbatch.ir import CONSTANT_KINDS, Operation, Program, SharedOperand, Signature
+from fxbatch.ir import CONSTANT_KINDS, Modes, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
 from fxbatch.passes.fuse_runs import FOUND, OUT_OF_ORDER, RunTables, find_runs, put_runs
 from fxbatch.passes.signature_graph import called, source_calls
@@ -103,6 +103,12 @@ def fusible(signature: Signature) -> bool:
     return not (signature.reason or signature.operation.identity or embeds)
 
 
+def _modes(signature: Signature) -> Modes:
+    """The modes that members of one operation have in common. Whether a module trains is a matter of its own body,
+    which is as it was recorded; functions have no such mode."""
+    return dataclasses.replace(signature.modes, training=False)
+
+
 class _RunMerger:
     """Neighbouring runs are merged, pair by pair, until no pair qualifies."""
 
@@ -114,7 +120,7 @@ class _RunMerger:
         signatures = program.signatures
         self.cheap = [not s.shared for s in signatures]
         self.free = [fusible(s) for s in signatures]
-        self.modes = [s.modes for s in signatures]
+        self.modes = [_modes(s) for s in signatures]
         self.token, self.instance = stream.sig[:n].copy(), stream.instance[:n]
         self.start = np.arange(n)
         edge = (stream.source >= 0) & (stream.reader < n)
@@ -446,7 +452,7 @@ class Wiring:
             tuple(inputs[i] for i in range(len(inputs))),
             tuple(members[k].outputs[j] for k, j in self.outputs),
             tuple(self.shared.values()),
-            modes=members[0].modes,
+            modes=dataclasses.replace(members[0].modes, training=any(m.modes.training for m in members)),
             location=next((m.location for m in members if m.location), ""),
         )
 

@@ -137,6 +137,11 @@ class WholePlan(NamedTuple):
     ends: np.ndarray  # int64 [devices]
     calls: np.ndarray  # int64 [signatures]
 
+    @property
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `RunColumns.ran` gives them."""
+        return self.plan.row_of_value, self.type_of, self.needed
+
 
 def plan_whole(
     program: Program,

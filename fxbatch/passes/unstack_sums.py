@@ -76,7 +76,7 @@ class Unstacker:
     """Replaces reductions of stacks; the same Signatures for the same types and modes."""
 
     def __init__(self) -> None:
-        self.signatures: Cache[Hashable, Signature] = Cache("sums of values")
+        self.signatures: Cache[Hashable, Signature] = Cache("signatures of rewrites")
 
     def __call__(self, program: Program) -> Program:
         """The program with additions; the same object where nothing reduces a stack."""
@@ -201,11 +201,15 @@ class _Unstacking:
     def _numbers(self, sig: np.ndarray, signature: Any) -> np.ndarray:
         """For each signature number of a reduction, that of the signature which takes its place."""
         number = np.zeros(len(self.program.signatures), dtype=np.int64)
+        numbers: dict[
+            Hashable, int
+        ] = {}  # by what a reduction gives: the number of stacked values does not matter
         for s in np.unique(sig).tolist():
-            numbers = signature(self.program.signatures[s])
-            if numbers not in self.signatures:
-                self.signatures.append(numbers)
-            number[s] = self.signatures.index(numbers)
+            like = self.program.signatures[s]
+            key = like.outputs, like.modes
+            if key not in numbers:
+                numbers[key] = number_of(self.signatures, signature(like))
+            number[s] = numbers[key]
         return number[sig]
 
     def _addition(self, like: Signature) -> Signature:
@@ -213,10 +217,17 @@ class _Unstacking:
         kind = like.outputs[0]
         plain = Template.of(((Slot("input", 0), Slot("input", 1)), {}))
         for s in self.program.signatures:
-            same = s.inputs == (kind, kind) and s.modes == like.modes and s.arguments == plain
-            if same and s.operation.target in _ADDITIONS:
+            same = s.inputs == (kind, kind) and s.operation.target in _ADDITIONS and s.modes == like.modes
+            if same and s.arguments == plain:
                 return s
         return self.unstack.signature(like, "add", (kind, kind))
+
+
+def number_of(signatures: list[Signature], signature: Signature) -> int:
+    """The number of a signature among these; it is put there where it is not."""
+    if signature not in signatures:
+        signatures.append(signature)
+    return signatures.index(signature)
 
 
 def _scalar(signature: Signature) -> TensorSpec:

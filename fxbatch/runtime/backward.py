@@ -41,7 +41,7 @@ from fxbatch.passes.gradients import (
 )
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.forward import NativeSteps, Phase, StepViews, backward_steps
+from fxbatch.runtime.forward import NativeSteps, Phase, StepViews, native_steps_of
 from fxbatch.runtime.memory import GradientRows, Kinds, Memory, kinds_of_rows, to_device
 from fxbatch.runtime.operands import (
     FROM_FORWARD,
@@ -382,6 +382,7 @@ class Backward:
         """All steps in reverse, then the gradients of parameters: `found`. What prepares them comes first, for what C
         runs goes through more memory than caches hold, and leaves none of Python's code in them."""
         run, left = self.run, Left(self.phases, self.memory, self.rows)
+        run.workspace().keeps_graphs = run.lasting or backward_keeps_graph()
         phases = range(len(self.phases))
         passed = [self.needs[p].idle.take(self.phases[p].plan.step_signature) for p in phases]
         native: list[NativeSteps | None] = [None] * len(phases)
@@ -421,7 +422,8 @@ class Backward:
             gradient_indices=plan.indices, bags=plan.bags, gradients=self.rows.table, first_write=plan.first_write[p],
             write_arena=plan.write_arena[p], write_start=plan.write_start[p], passed=passed,
         )  # fmt: skip
-        return backward_steps(self.phases[p], self.memory, self.run.workspace(), self.rows, columns, asked)
+        workspace = self.run.workspace()
+        return native_steps_of(self.phases[p], self.memory, workspace, asked, self.rows, columns)
 
     def _one(self, phase: Phase, k: int, s: int, views: GradientViews) -> None:
         """A step that Python runs."""
@@ -440,52 +442,23 @@ class Backward:
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
         if compiled.unbatched is None:
             grads = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
-        self._step(phase, k, compiled, n, grads, written, views)
-
-    def _step(
-        self,
-        phase: Phase,
-        k: int,
-        compiled: CompiledOperation,
-        n: int,
-        grads: list[torch.Tensor | None],
-        group_grads: list[torch.Tensor],
-        views: GradientViews,
-    ) -> None:
-        shared = self.memory.shared[compiled.signature]
-        sources, outs, (views_of_step, saved) = views.forward[k]
-        if compiled.unbatched is not None:
-            given_by_output: list[torch.Tensor | None] = [None] * len(outs)
-            for j, grad in zip(compiled.grad_outputs, grads, strict=True):
-                given_by_output[j] = grad
-            begun = stopwatch.now() if compiled.is_late else 0.0
-            with named_step(compiled.signature.name, n, "backward"):
-                input_grads, shared_grads = compiled.unbatched.backward(
-                    phase.tapes[k], given_by_output, keep=self.run.lasting or backward_keeps_graph()
-                )
-            if compiled.is_late:
-                compiled.count_late(stopwatch.now() - begun, n)
-            for group, target in zip(compiled.grad_groups, group_grads, strict=True):
-                gradient = input_grads[group]
-                target.zero_() if gradient is None else target.copy_(gradient)
-            for position in compiled.grad_shared:
-                gradient_of_operand = shared_grads[position]
-                if gradient_of_operand is not None:
-                    add_gradient(self.gradients, shared[position], gradient_of_operand)
-            return
         if compiled.backward is None:
             return
+        step, extra = views.forward[k], views.extra(compiled, k, n)
         wide = [
-            t
-            if len(compiled.layout.groups[g]) == 1
-            else t.view(n, len(compiled.layout.groups[g]), *t.shape[1:])
-            for g, t in zip(compiled.grad_groups, group_grads, strict=True)
-        ]
-        extra = views.extra(compiled, k, n)
-        with named_step(compiled.signature.name, n, "backward"):
-            compiled.backward(
-                n, grads, sources, outs, views_of_step, saved, shared, wide, extra, self.run.workspace()
+            t if size == 1 else t.view(n, size, *t.shape[1:])
+            for t, size in zip(
+                written, [len(compiled.layout.groups[g]) for g in compiled.grad_groups], strict=True
             )
+        ]
+        begun = stopwatch.now() if compiled.is_late else 0.0
+        with named_step(compiled.signature.name, n, "backward"):
+            of_operands = compiled.backward(step, grads, wide, extra, self.run.workspace())
+        if compiled.is_late:
+            compiled.count_late(stopwatch.now() - begun, n)
+        for position, grad in zip(compiled.grad_shared, of_operands or (), strict=False):
+            if grad is not None:
+                add_gradient(self.gradients, step.shared[position], grad)
 
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
         if grad is None:

@@ -128,7 +128,7 @@ class BuildQueue:
         while self._ahead and self._ahead + self.earned > least and (waiting := self._dearest()) is not None:
             begun = stopwatch.seconds_of_building()
             self._late -= waiting.operation.seconds
-            waiting.build(min(LONGEST, SELDOM * waiting.operation.seconds))
+            waiting.build(min(LONGEST, waiting.operation.seconds))
             seconds, count = stopwatch.seconds_of_building() - begun, count + 1
             self.earned -= seconds
             self._builds = self._builds[0] + seconds, self._builds[1] + 1
@@ -154,5 +154,5 @@ class BuildQueue:
         nothing else is known."""
         seconds, count = self._builds
         if operation.expected:
-            return SELDOM * operation.seconds >= operation.expected <= LONGEST
+            return operation.seconds >= operation.expected <= LONGEST
         return not count or SELDOM * operation.seconds * count >= seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 
 from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
-from fxbatch.ir import Modes, Program
-from fxbatch.runtime.autograd import DifferentiableRun, LazyRun, UnrolledRun, mixes_constants, take_results
+from fxbatch.ir import Modes
+from fxbatch.runtime.autograd import mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
@@ -26,12 +27,12 @@ from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
 from fxbatch.runtime.results import Results, Take, nest, separate, stack
-from fxbatch.runtime.run import Renumber, Run, kernel_modes, renumbering
+from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
-from fxbatch.trace.constants import IntegerColumn
-from fxbatch.trace.minibatch import Execution, Recording, record_minibatch
+from fxbatch.trace.constants import IntegerColumn, versions_of
+from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
 from fxbatch.trace.table import SignatureTable
@@ -69,8 +70,8 @@ class Engine(Planner):
 
     # -- the call -----------------------------------------------------------------------------------
 
-    def execution(self) -> Run | DifferentiableRun:
-        """The state of a new minibatch."""
+    def execution(self, *, lasting: bool = False) -> Run:
+        """The state of a new minibatch. lasting: of a lazy block, which runs and is read from again and again."""
         grad = torch.is_grad_enabled()
         if not memory_is_real():
             raise TraceError(
@@ -81,16 +82,13 @@ class Engine(Planner):
                 'torch.func transforms can\'t go through backward="compiled": use '
                 '@fxbatch.autobatch(backward="autograd")'
             )
-        if self.options.mode == "unrolled":
-            return UnrolledRun(self)
-        if (self.options.backward == "autograd" and grad) or forward_mode():
-            return DifferentiableRun(self)
-        return Run(self, grad=grad)
-
-    def lasting(self) -> LazyRun | DifferentiableRun:
-        """The state of a lazy block, which runs and is read from again and again."""
-        run = self.execution()
-        return LazyRun(self) if isinstance(run, Run) else run
+        differentiable = (self.options.backward == "autograd" and grad) or forward_mode()
+        return Run(
+            self,
+            grad=grad,
+            differentiable=differentiable or self.options.mode == "unrolled",
+            lasting=lasting,
+        )
 
     def call(
         self,
@@ -98,12 +96,14 @@ class Engine(Planner):
         instances: Sequence[Instance],
         out: str,
         *,
+        run: Run | None = None,
         first: int = 0,
         trial: Trial | None = None,
     ) -> object:
-        """Record all instances, run what is pending, put the results together. first: the number of the first instance
-        in the minibatch. trial: how many instances are begun; where these are not all, the results are a list."""
-        run = self.execution()
+        """Record all instances, run what is pending, put the results together. run: a new one, where what it ran is to
+        be looked at. first: the number of the first instance in the minibatch. trial: how many instances are begun;
+        where these are not all, the results are a list."""
+        run = self.execution() if run is None else run
         recording = self.record(fn, instances, run, first=first, trial=trial)
         return self.finish(run, recording, out if len(recording.results) == len(instances) else "list")
 
@@ -112,8 +112,6 @@ class Engine(Planner):
     ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
         run, recording, finishing = self.execution(), Timing(1), Timing(1)
-        if not isinstance(run, Run):
-            return self.finish(run, self.record(fn, instances, run), out), list
         run.phases_timed = Timing(1)
         recorded = recording.forward_of(lambda: self.record(fn, instances, run, trial=trial))
         out = out if len(recorded.results) == len(instances) else "list"
@@ -139,7 +137,7 @@ class Engine(Planner):
         self,
         fn: Callable[..., object],
         instances: Sequence[Instance],
-        run: Execution,
+        run: Run,
         *,
         ahead: bool = False,
         first: int = 0,
@@ -151,7 +149,7 @@ class Engine(Planner):
         """
         may_begin = {} if trial is None else {"may_begin": trial.may_begin}
         table, may_loop = self.table_for_recording(), self.may_loop
-        if isinstance(run, Run) and not run.lasting and not ahead:
+        if run.blocks is None and not run.lasting and not ahead:
             run.table, run.resolver = table, self.packed_calls
         with without_saved_tensor_hooks(), plain_tensors():  # of the user's graph the results are a part
             recording = record_minibatch(
@@ -175,7 +173,7 @@ class Engine(Planner):
             )
         return recording
 
-    def finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> Any:
+    def finish(self, run: Run, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         try:
             result = self._finish(run, recording, out)
@@ -185,26 +183,24 @@ class Engine(Planner):
         recording.recorder.changes.forget()
         return result
 
-    def _finish(self, run: Run | DifferentiableRun, recording: Recording, out: str) -> object:
+    def _finish(self, run: Run, recording: Recording, out: str) -> object:
         results = Results(recording.results, recording.held)
         values = results.values
         program = recording.recorder.final_program(values)
-        if not isinstance(run, Run):
-            return self.assemble(run, results, run.finish(program, values), out)
-        with without_saved_tensor_hooks():
+        with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
             renumber = run.finish(after_packed_calls(run, program), values)
         return self.assemble(run, results, renumber, out)
 
-    def assemble(self, run: Run | DifferentiableRun, leaves: Results, renumber: Renumber, out: str) -> object:
+    def assemble(self, run: Run, leaves: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
         held = leaves.held
         take: Take = functools.partial(take_results, run)
         if held is not None:
-            take = held.together(take, renumber, apart=isinstance(run, Run) and mixes_constants(run))
+            take = held.together(take, renumber, apart=run.blocks is None and mixes_constants(run))
         try:
             if out == "stack":
                 return stack(leaves, renumber, take)
-            results = separate(leaves, renumber, take, run.value_needs if isinstance(run, Run) else None)
+            results = separate(leaves, renumber, take, run.value_needs if run.blocks is None else None)
             return nest(results) if out == "nested" else results
         finally:
             if held is not None:
@@ -247,16 +243,18 @@ class ReadyMinibatch:
     """A minibatch that is recorded and planned: calling the decorated model with it only runs it."""
 
     engine: Engine
-    run: Run | DifferentiableRun
+    run: Run
     instances: list[TracedInstance]
     results: Results
     renumber: Renumber
-    phase: Phase | None  # planned, for a Run
-    program: Program | None  # for the other kinds of run
+    phase: Phase | None  # planned; None where there is nothing to run
     fingerprint: tuple[str, ...]
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
     under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
+    whole: tuple[
+        list[torch.Tensor], Sequence[int] | None
+    ]  # constants of which rows may have been, their versions
     used: bool = False
 
     @staticmethod
@@ -264,41 +262,34 @@ class ReadyMinibatch:
         engine: Engine,
         instances: list[TracedInstance],
         recording: Recording,
-        run: Run | DifferentiableRun | None = None,
+        run: Run | None = None,
     ) -> ReadyMinibatch:
         """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run
         results = Results(recording.results, recording.held)
         values = results.values
         program = recording.recorder.final_program(values)
-        phase = None
-        renumber: Renumber = lambda ids: ids  # noqa: E731
-        if len(program) and isinstance(run, Run):
-            program, schedule = engine.rewrite(program)
-            renumber = renumbering(values, program.outputs)
-            if len(program):
-                phase = run.plan_phase(program, schedule, last=True)
+        shapes = {s: program.signatures[s].outputs[0].shape for s in program.constants}
+        whole = [t for s, payload in program.constants.items() if shapes[s] for t in payload]
+        versions = versions_of(whole)
+        phase, renumber = run.prepare(program, values)
         operands = [
             (operand, tensor, tensor.requires_grad)
-            for signature, tensors in (run.memory.shared if isinstance(run, Run) else {}).items()
+            for signature, tensors in run.memory.shared.items()
             for operand, tensor in zip(signature.shared, tensors, strict=True)
         ]
         return ReadyMinibatch(
-            engine, run, instances, results, renumber, phase, None if isinstance(run, Run) else program,
+            engine, run, instances, results, renumber, phase,
             known_model(engine.table, engine.root).fingerprint, operands, modes_now(), recording.integers,
+            (whole, versions),
         )  # fmt: skip
 
     def __call__(self, out: str) -> Any:
         """Run it and assemble its results."""
-        run = self.run
         if self.phase is not None:
-            assert isinstance(run, Run)
-            with kernel_modes():
-                run.launch(self.phase)
-        elif self.program is not None:
-            self.renumber = run.finish(self.program, self.results.values)
+            self.run.start(self.phase)
         self.used = True
-        return self.engine.assemble(run, self.results, self.renumber, out)
+        return self.engine.assemble(self.run, self.results, self.renumber, out)
 
     @guard("model")
     def stale(self) -> bool:
@@ -309,6 +300,10 @@ class ReadyMinibatch:
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)
+            or (
+                len(self.whole[0]) > 0
+                and (self.whole[1] is None or versions_of(self.whole[0]) != self.whole[1])
+            )
         )
 
 

@@ -1,7 +1,7 @@
 """A phase of a minibatch (its program, schedule and plan, and where its steps read and write), and its forward.
 
 views = phase.views_in(memory)               # as tensors, for steps that Python runs
-sources, outs, (kept, saved) = views[k]      # a source per gather, a view per output block, the rows kept for backward
+views[k]             # StepMemory: a source per gather, a view per output block, the rows kept for backward
 launches = execute_forward(phase, memory, workspace, native=True)       # every step of its plan
 
 Stretches of steps whose operations have native programs run in C, on the plan and pointers of the memory as columns.
@@ -13,7 +13,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,19 +21,16 @@ from fxbatch import stopwatch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.native import extension
 from fxbatch.codegen.native_table import BackwardColumns, ForwardColumns
-from fxbatch.codegen.step_functions import Kept, Source
+from fxbatch.codegen.step_functions import Kept, Source, StepMemory
 from fxbatch.ir import BROADCAST, INDEX, Plan, Program, Schedule
-from fxbatch.passes.plan import WholePlan, is_constant
+from fxbatch.passes.plan import WholePlan
 from fxbatch.passes.signature_graph import Needs
 from fxbatch.runtime.memory import GradientRows, Memory, fill_constants, to_device
 from fxbatch.runtime.operands import Asked
 from fxbatch.runtime.operation_cache import CompiledOperation
-from fxbatch.runtime.pointer_table import PointerTable
 from fxbatch.runtime.structure_cache import OperationSet
 from fxbatch.runtime.watchers import named_step
 from fxbatch.torch_private import profiler_enabled
-
-StepView = tuple[list[Source], list[torch.Tensor], tuple[list[Kept], list[torch.Tensor]]]
 
 
 @dataclass(eq=False)
@@ -48,7 +45,9 @@ class Phase:
     whole_plan: WholePlan | None = (
         None  # with all that is known of values and arrays; None where other phases share them
     )
-    tapes: dict[int, Any] = field(default_factory=dict)  # step -> tape of a call-by-call operation
+    tapes: dict[int, list[object]] = field(
+        default_factory=dict
+    )  # step -> what a call-by-call operation keeps
     read: Sequence[
         tuple[torch.Tensor, int]
     ] = ()  # what backward reads, with versions, where it may come late
@@ -88,16 +87,17 @@ class StepViews:
     def __init__(self, phase: Phase, memory: Memory) -> None:
         self.phase, self.memory = phase, memory
         self._indices: dict[torch.device, torch.Tensor] = {}
-        self._made: dict[int, StepView] = {}
+        self._made: dict[int, StepMemory] = {}
 
-    def __getitem__(self, k: int) -> StepView:
+    def __getitem__(self, k: int) -> StepMemory:
         view = self._made.get(k)
         if view is None:
             phase, plan = self.phase, self.phase.plan
             gathers = range(plan.first_gather.item(k), plan.first_gather.item(k + 1))
             outputs = range(plan.first_block.item(k + 1) - plan.first_block.item(k))
             outs = [phase.rows_of_output(self.memory, k, j) for j in outputs]
-            view = self._made[k] = [self._source(g) for g in gathers], outs, self._kept(k)
+            n, shared = plan.step_rows.item(k), self.memory.shared[phase.operation(k).signature]
+            view = self._made[k] = StepMemory(n, [*map(self._source, gathers)], outs, *self._kept(k), shared)
         return view
 
     def _source(self, g: int) -> Source:
@@ -111,9 +111,11 @@ class StepViews:
             indices = self._indices[arena.device] = to_device(plan.indices, arena.device)
         return kind, arena, indices.narrow(0, start, rows)
 
-    def _kept(self, k: int) -> tuple[list[Kept], list[torch.Tensor]]:
+    def _kept(self, k: int) -> tuple[list[Kept], Sequence[object]]:
         """The rows of a step that backward reads: of kept groups, and saved ones."""
         memory, compiled = self.memory, self.phase.operation(k)
+        if compiled.unbatched is not None:
+            return [], self.phase.tapes.setdefault(k, [])
         if not memory.keeps() or compiled.forward is None:
             return [], []
         first, n = self.phase.plan.step_offset.item(k), self.phase.plan.step_rows.item(k)
@@ -172,32 +174,16 @@ class NativeSteps(NamedTuple):
         return named_step(compiled.signature.name, int(plan.step_rows[k]), kind)
 
 
-def forward_steps(phase: Phase, memory: Memory, workspace: Workspace) -> NativeSteps | None:
-    """The steps of a phase's forward."""
-    return _steps(phase, memory, workspace, phase.operations.forward, {})
-
-
-def backward_steps(
+def native_steps_of(
     phase: Phase,
     memory: Memory,
     workspace: Workspace,
-    rows: GradientRows,
-    columns: BackwardColumns,
-    asked: Asked,
-) -> NativeSteps | None:
-    """The steps of a phase's backward."""
-    return _steps(phase, memory, workspace, phase.operations.backward, asked, rows, columns)
-
-
-def _steps(
-    phase: Phase,
-    memory: Memory,
-    workspace: Workspace,
-    table: PointerTable | None,
     asked: Asked,
     written: GradientRows | None = None,
     columns: BackwardColumns | tuple[()] = (),
 ) -> NativeSteps | None:
+    """The steps of a phase's forward; or of its backward, which writes to these rows."""
+    table = phase.operations.forward if written is None else phase.operations.backward
     if table is None:
         return None
     arenas, places = memory.columns(phase.operations.arrays)
@@ -227,31 +213,36 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     if phase.whole_plan is not None:
         memory.take(phase.operations.arrays, phase.whole_plan)
     launches, k, steps = 0, 0, len(phase.plan)
-    native_steps = forward_steps(phase, memory, workspace) if native else None
-    if native_steps is None:
-        launches = run_steps(phase, memory, workspace, range(steps))
-    else:
-        while k < steps:
-            stop = native_steps.forward(k, steps) if native_steps.begins_at(k) else k
+    native_steps = native_steps_of(phase, memory, workspace, {}) if native else None
+    while k < steps:
+        stop = k
+        if native_steps is not None and native_steps.begins_at(k):
+            stop = native_steps.forward(k, steps)
             launches += stop - k
-            if stop < steps:
-                launches += _run_one(phase, memory, workspace, stop)
-            k = stop + 1
+        if stop < steps:
+            launches += _run_one(phase, memory, workspace, stop, native=native_steps is not None)
+        k = stop + 1
     if not phase.whole:
         phase.views = None  # the next phase moves the memory
     return launches
 
 
-def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int) -> int:
+def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int, *, native: bool) -> int:
     """A step that has no native program, or that its program can't run."""
-    if is_constant(phase.operation(k).signature):
-        _fill(phase, memory, k, native=True)
-        return 0
-    return run_steps(phase, memory, workspace, range(k, k + 1))
+    if (compiled := phase.operation(k)).forward is None:
+        return _fill(phase, memory, k, native=native)
+    views = phase.views = phase.views_in(memory)
+    n = phase.plan.step_rows.item(k)
+    begun = stopwatch.now() if compiled.is_late else 0.0
+    with named_step(compiled.signature.name, n, "forward"):
+        compiled.forward(views[k], workspace)
+    if compiled.is_late:
+        compiled.count_late(stopwatch.now() - begun, n)
+    return n if compiled.unbatched is not None else 1
 
 
-def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> None:
-    """Put constants into their rows."""
+def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> int:
+    """Put constants into their rows, which launches nothing."""
     plan = phase.plan
     s = plan.step_signature.item(k)
     signature, payload = phase.program.signatures[s], phase.program.constants[s]
@@ -265,55 +256,4 @@ def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> None:
     )
     rows = functools.partial(phase.rows_of_output, memory, k, 0)
     fill_constants(rows, place, signature, payload, first, n, plan.constant_order[s])
-
-
-def run_steps(phase: Phase, memory: Memory, workspace: Workspace, steps: range) -> int:
-    """Run some consecutive steps of a phase in Python."""
-    launches, views = 0, phase.views_in(memory)
-    phase.views = views
-    for k in steps:
-        compiled, n = phase.operation(k), phase.plan.step_rows.item(k)
-        sources, outs, (view, saved) = views[k]
-        if compiled.forward is not None:
-            launches += 1
-            shared = memory.shared[compiled.signature]
-            with named_step(compiled.signature.name, n, "forward"):
-                compiled.forward(n, sources, outs, view, saved, shared, workspace)
-        elif is_constant(compiled.signature):
-            _fill(phase, memory, k, native=False)
-        else:
-            launches += n
-            with named_step(compiled.signature.name, n, "forward"):
-                _run_call_by_call(phase, k, compiled, memory.shared[compiled.signature], sources, outs)
-    return launches
-
-
-def source_rows(source: Source, n: int) -> torch.Tensor:
-    """The gathered rows of one source as a tensor."""
-    kind, a, b = source
-    if kind == INDEX:
-        return torch.index_select(a, 0, b)
-    return a.expand(n, *a.shape[1:]) if kind == BROADCAST else a
-
-
-def _run_call_by_call(
-    phase: Phase,
-    step: int,
-    compiled: CompiledOperation,
-    shared: Sequence[torch.Tensor],
-    sources: Sequence[Source],
-    outs: Sequence[torch.Tensor],
-) -> None:
-    assert compiled.unbatched is not None
-    begun = stopwatch.now() if compiled.is_late else 0.0
-    n = int(phase.plan.step_rows[step])
-    inputs = [source_rows(source, n) for source in sources]
-    if compiled.unbatched.keeps_rows(compiled.needs_gradient):
-        inputs = [x if source[0] == INDEX else x.clone() for x, source in zip(inputs, sources, strict=True)]
-    _, tape = compiled.unbatched.forward(
-        inputs, shared, input_needs=compiled.needs[0], shared_needs=compiled.needs[1], n=n, outs=outs
-    )
-    if compiled.needs_gradient:
-        phase.tapes[step] = tape
-    if compiled.is_late:
-        compiled.count_late(stopwatch.now() - begun, n)
+    return 0

@@ -32,7 +32,7 @@ from fxbatch.codegen.inductor import (
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
 from fxbatch.codegen.operation_graphs import Large
-from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function
+from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function, row_functions
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import without_saved_tensor_hooks
@@ -145,6 +145,8 @@ class CompiledOperation:
         else:
             runs = self.unbatched is not None
             self.layout = Layout(tuple((i,) for i in range(len(signature.inputs) if runs else 0)))
+            if self.unbatched is not None:
+                self.forward, self.backward = row_functions(self.unbatched, self.needs)
             self.grad_groups, self.grad_shared = (
                 tuple(i for i, need in enumerate(needs) if need and runs) for needs in self.needs
             )
@@ -270,17 +272,19 @@ def _emit(
             continue
         kernel = kernels[name] = emit_kernel(module)
         step = make_program(kernel) if native and (compile is None or compile.rest) else "compiled otherwise"
-        if compile is not None and not isinstance(step, NativeStep):
+        if compile is not None and (not isinstance(step, NativeStep) or step.calls):
             label = f"{signature.name}: {name}"
             compiled_graph = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
             if isinstance(compiled_graph, CompiledGraph):
                 kernels[name] = compiled_graph
                 compiled.append(compiled_graph)
+                step = step.calls[0] if isinstance(step, NativeStep) else step
             else:
                 uncompiled.append(f"{name}: {compiled_graph}")
                 step = make_program(kernel) if native else step
         if isinstance(step, NativeStep):
             steps[name] = step
+            not_native += [f"{name}: torch's {call}" for call in dict.fromkeys(step.calls)]
         elif native:
             not_native.append(f"{name}: {step}")
     back = kernels.get("backward")

@@ -67,31 +67,7 @@ _BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")  # known without im
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a decorated callable.
-
-    schedule: batching policy (`lookahead` is ours: never more steps than `agenda`, see docs/design.md).
-    mode: `looped` walks a plan, `unrolled` emits an fx.GraphModule a structure. backward: `compiled` (three
-    graphs an operation, one autograd function a minibatch) or `autograd`
-    (ordinary autograd, double backward). out: `stack`, `list` or `nested` results. shared: names of
-    arguments given once for all instances. deduplicate: equal calls on equal inputs are one call, across
-    instances: True, False, or `auto`, where a minibatch has many calls and enough equal ones
-    (passes/deduplicate.py). fuse: calls that always occur together are one. return_exceptions: give the exception
-    of an instance in its place in the results (with out="list") instead of raising it. verify: check every
-    form after every rewrite, and raise mistakes inside fxbatch that would only be warned of (slow, for debugging).
-    compile: False, True (= "inductor"), the name of a torch.compile backend or a backend itself, for
-    operation graphs; "auto": Inductor for those graphs that have no native program; compile_options: passed through
-    to it: torch.compile's `mode` and `options`, and Inductor's configuration by name.
-    check: 0, or N: the first minibatch and then one in N is also run undecorated, on copies of module and instances,
-    and compared; a difference is an error (fxbatch/checking.py). check_gradients: compare gradients too, by an extra
-    backward pass of each.
-    batch_norm: `minibatch`: BatchNorm layers in training go over the rows of all instances, where the whole forward is
-    packed (docs/sizes.md); `refuse`: an error.
-    plain: the user states that the forward is plain, so that it is packed though its source doesn't show it.
-    adaptive: True: where the undecorated forward is faster, by the clock, it runs (runtime/strategy.py), and where a
-    minibatch can't be recorded (runtime/refusals.py). False: all are batched, or an error. "loop": none is.
-    native: on the CPU, run the steps of operations whose kernels have native programs in C
-    (codegen/native_lower.py), all others by the emitted Python kernels.
-    """
+    """Options of a decorated callable, checked: `autobatch` says what each is."""
 
     schedule: str = "lookahead"
     mode: str = "looped"
@@ -103,7 +79,9 @@ class Options:
     return_exceptions: bool = False
     verify: bool = False
     compile: bool | str | Callable[..., object] = False
-    compile_options: tuple[tuple[str, object], ...] = ()
+    compile_options: tuple[
+        tuple[str, object], ...
+    ] = ()  # `mode`, `options`, Inductor's configuration by name
     native: bool = True
     check: int = 0
     check_gradients: bool = False

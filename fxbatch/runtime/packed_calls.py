@@ -27,13 +27,13 @@ from fxbatch.caches import guard
 from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
-from fxbatch.passes.unstack_sums import summed_stacks
+from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
+from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
-from fxbatch.trace.operations import take_row
 from fxbatch.trace.table import Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
@@ -47,9 +47,6 @@ FIRST_SECONDS = 0.8  # of building the first one, with this module, which torch 
 _IMPORTED = "torch.export._trace"
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
-
-_GETITEM = torch.Tensor.__getitem__
-_ROW_READS = (_GETITEM, torch.Tensor.unbind, torch.unbind)
 
 
 @dataclass(eq=False)
@@ -318,12 +315,14 @@ class PackedCalls:
 
 def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     """Whether a call of these signatures reads constants alone, and values of earlier phases."""
-    reads = np.isin(program.sig[program.reader], packed)
-    values = program.inputs[reads] - program.known
     constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures], dtype=bool)
-    there = (values < 0) | constant[program.sig[program.call_of_value[np.maximum(values, 0)]]]
-    waiting = program.reader[reads]
-    return len(np.setdiff1d(waiting, waiting[~there])) > 0
+    waiting = np.zeros(len(program.signatures), dtype=bool)
+    waiting[packed] = True
+    waiting = waiting[program.sig]
+    reads = np.flatnonzero(waiting[program.reader])
+    maker = program.makers(program.inputs[reads])
+    waiting[program.reader[reads[(maker >= 0) & ~constant[program.sig[maker]]]]] = False
+    return bool(waiting.any())
 
 
 class _Resolution:
@@ -331,9 +330,9 @@ class _Resolution:
 
     def __init__(self, program: Program, values: KnownValues) -> None:
         self.program = program
+        values.note(program)
         self.held, self.constant = values.held, values.constant
         self.resolved = np.zeros(len(program), dtype=bool)
-        values.note(program)
         self._at_hand = np.zeros(int(program.first_value[-1]), dtype=bool)  # by value: whether it is there
         there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, int, float))]
         self._at_hand[there] = self._at_hand[list(self.held)] = True
@@ -369,24 +368,24 @@ class _Resolution:
         readers = readers[~self.resolved[readers]]
         rows: dict[int, Sequence[torch.Tensor]] = {}
         for s in np.unique(p.sig[readers]).tolist():
-            place = _row_read(p.signatures[s])
-            if place is None:
+            place = row_read(p.signatures[s])
+            if place == NO_ROW:
                 continue
             calls = readers[p.sig[readers] == s]
             first = p.input_offsets[calls]
             sources = p.inputs[first].tolist()
-            numbers = p.inputs[first + 1].tolist() if place is _LIFTED else sources
+            numbers = p.inputs[first + 1].tolist() if place == LIFTED else sources
             for c, source, number, value in zip(
                 calls.tolist(), sources, numbers, p.first_value[calls].tolist(), strict=True
             ):
-                at = self.constant.get(number) if place is _LIFTED else place
-                if source not in self.held or not isinstance(at, (int, slice)):
+                at = self.constant.get(number) if place == LIFTED else place
+                if source not in self.held or not isinstance(at, int):
                     continue
                 if source not in rows:
                     with torch.set_grad_enabled(self.held[source].requires_grad):
                         rows[source] = self.held[source].unbind(0)
-                if isinstance(at, slice):
-                    self.constant.update(enumerate(rows[source][at], value))
+                if at == ALL:
+                    self.constant.update(enumerate(rows[source], value))
                 else:
                     self.constant[value] = rows[source][at]
                 self.resolved[c] = True
@@ -398,16 +397,15 @@ class _Resolution:
             return p
         times = np.where(self.resolved, p.width[p.sig], 1)
         sig, instance = p.sig.repeat(times), p.instance.repeat(times)
-        first = np.cumsum(times) - times
+        first, signatures = np.cumsum(times) - times, list(p.signatures)
         for s in np.unique(p.sig[self.resolved]).tolist():
             calls = np.flatnonzero(self.resolved & (p.sig == s))
             grad = p.signatures[s].modes.grad
             for k, kind in enumerate(p.signatures[s].outputs):
-                sig[first[calls] + k] = table.constant(kind, grad=grad).sid
+                sig[first[calls] + k] = number_of(signatures, table.constant(kind, grad=grad).signature)
         left = ~self.resolved[p.reader]
-        signatures = table.snapshot()
         new = Program(
-            signatures=signatures, sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
+            signatures=tuple(signatures), sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
             known=p.known, early_types=p.early_types, instances=p.instances,
         )  # fmt: skip
         constants = {}
@@ -416,25 +414,6 @@ class _Resolution:
                 at = new.first_value[np.flatnonzero(sig == s)].tolist()
                 constants[s] = [self.held[v] if v in self.held else self.constant[v] for v in at]
         return dataclasses.replace(new, constants=constants)
-
-
-_LIFTED = object()
-
-
-def _row_read(signature: Signature) -> object:
-    """Which rows of its first input a call reads: a number of `x[3]`, all for `x.unbind(0)` (which `for row in x` is
-    as well), _LIFTED where the number is its second input, None where it is another call."""
-    target = signature.operation.target
-    if target is take_row:
-        return _LIFTED
-    if signature.arguments is None or target not in _ROW_READS:
-        return None
-    first, *rest = signature.arguments.leaves
-    if type(first) is not Slot or len(rest) > 1:
-        return None
-    if target is _GETITEM:
-        return rest[0] if rest and type(rest[0]) is int else None
-    return slice(None) if rest in ([], [0]) else None
 
 
 def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
@@ -483,7 +462,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
-    program = run.resolved(eliminate_dead(program))
+    program = run.resolved(run.planner.take_rows_first(eliminate_dead(program)))
     waits = _packed_calls(packed, program) & ~summed_stacks(program)
     if program.known or not waits.any() or _stacks_too_often(packed, program):
         return program
@@ -563,7 +542,9 @@ def _with_constants(
 ) -> Program:
     """The program without the calls that ran (bool [calls]); these values of theirs are constants at its beginning."""
     kinds = program.type_of_value[values]
-    of_kind = {k: table.constant(program.types[k]).sid for k in np.unique(kinds).tolist()}
+    signatures = list(program.signatures)
+    types = {k: table.constant(program.types[k]).signature for k in np.unique(kinds).tolist()}
+    of_kind = {k: number_of(signatures, signature) for k, signature in types.items()}
     sids = [of_kind[k] for k in kinds.tolist()]
     left = ~ran
     width, first = program.width[program.sig[left]], program.first_value[:-1][left]
@@ -577,7 +558,7 @@ def _with_constants(
         constants[sid] = [*payload, *constants.get(sid, ())]
     return dataclasses.replace(
         program,
-        signatures=table.snapshot(),
+        signatures=tuple(signatures),
         sig=np.concatenate([np.array(sids, dtype=program.sig.dtype), program.sig[left]]),
         inputs=number[program.inputs[left[program.reader]]],
         instance=np.concatenate([program.instance[program.call_of_value[values]], program.instance[left]]),

@@ -174,6 +174,11 @@ class Planner:
         program = self.rewrites(program)
         return add_pass_through_calls(program) if self.options.schedule == "fold" else (program, None)
 
+    def take_rows_first(self, program: Program) -> Program:
+        """The program in which packed calls of which rows are read one by one are calls of these rows."""
+        rewrite = self.rewrites.passes["unstack_rows"]
+        return rewrite(program)
+
     def prepare(self, program: Program) -> tuple[Program, Schedule]:
         """Rewrites before scheduling, then the schedule."""
         program, schedule = self.rewrite(program)

@@ -98,7 +98,8 @@ class Results:
             ids = list(dict.fromkeys([x.id for x in self.all_values()]))
             self._values = np.array(ids, dtype=np.int64)
             if self.held is not None:
-                self._values = np.concatenate([self._values, np.unique(self.held.besides(self._values))])
+                besides = np.flatnonzero(np.bincount(self.held.besides(self._values)))  # each once
+                self._values = np.concatenate([self._values, besides])
         return self._values
 
     def made_alike(self) -> Results:

@@ -11,7 +11,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from fxbatch.passes.signature_graph import (
     find_needs,
     survey,
 )
+from fxbatch.runtime.blocks import BlockMemory, BlockPhase
 from fxbatch.runtime.forward import Phase, execute_forward
 from fxbatch.runtime.memory import Memory, to_device
 from fxbatch.runtime.operands import by_signature
@@ -46,15 +47,22 @@ class KnownValues:
 
     def __init__(self) -> None:
         self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
-        self.constant: dict[
-            int, object
-        ] = {}  # what the programs' constants are, and rows of what packed calls gave
+        self._constant: dict[int, object] = {}
+        self._programs: list[Program] = []  # whose constants nobody has asked for
+
+    @property
+    def constant(self) -> dict[int, object]:
+        """What the programs' constants are, and rows of what packed calls gave."""
+        programs, self._programs = self._programs, []
+        for program in programs:
+            for s, payload in program.constants.items():
+                values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
+                self._constant.update(zip(values, payload, strict=True))
+        return self._constant
 
     def note(self, program: Program) -> None:
         """The constants of a phase."""
-        for s, payload in program.constants.items():
-            values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
-            self.constant.update(zip(values, payload, strict=True))
+        self._programs.append(program)
 
 
 class Resolver(Protocol):
@@ -75,10 +83,15 @@ class Run:
     value_needs = np.zeros(0, dtype=bool)
     launches = 0
     phases_timed: Timing | None = None  # of phases that run while others are recorded
-    lasting = False  # whether more may be run after a backward pass (lazy use)
 
-    def __init__(self, planner: Planner, *, grad: bool) -> None:
+    def __init__(
+        self, planner: Planner, *, grad: bool, differentiable: bool = False, lasting: bool = False
+    ) -> None:
+        """differentiable: it runs under ordinary autograd. lasting: more may be run after a backward pass, or an
+        optimizer's step, as of a lazy block."""
         self.planner = planner
+        self.lasting = lasting
+        self.blocks = BlockMemory(planner) if differentiable else None
         self.known = KnownValues()  # to packed calls
         planner.pool.begin()
         self.grad = grad
@@ -88,6 +101,9 @@ class Run:
         self.operands: Operands = {}  # what shared operands are in this run
         self._families: dict[object, tuple[Family, Types]] = {}  # that were met in it
         self._asked: dict[int, None] = {}  # types that numbers were asked for of
+        self.modes: Callable[[], AbstractContextManager[None]] = (
+            kernel_modes if self.blocks is None else nullcontext
+        )
         self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
         self.native = planner.options.native and not self.watched
         self.released = False
@@ -128,23 +144,37 @@ class Run:
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
         rewritten first. Returns the map from the recorder's value ids to this run's."""
+        phase, renumber = self.prepare(self.resolved(program), values)
+        if phase is not None:
+            self.start(phase)
+        return renumber
+
+    def prepare(self, program: Program, values: np.ndarray) -> tuple[Phase | None, Renumber]:
+        """`finish` up to where it runs: the last phase, None where there is nothing to run."""
         if not len(program):
-            return lambda ids: ids
-        program, schedule = self.planner.rewrite(self.resolved(program))
-        if len(program):
-            self.execute(program, schedule)
-        return renumbering(values, program.outputs)
+            return None, lambda ids: ids
+        program, schedule = self.planner.rewrite(program)
+        with self.modes():
+            phase = self.plan_phase(program, schedule, last=True) if len(program) else None
+        return phase, renumbering(values, program.outputs)
 
     def execute(self, program: Program, schedule: Schedule | None = None, *, last: bool = True) -> None:
         """Run a program, by the policy of the options where no schedule is given."""
-        with kernel_modes():
+        with self.modes():
             self.launch(self.plan_phase(program, schedule, last=last))
+
+    def start(self, phase: Phase) -> None:
+        """Run a phase that was planned by `prepare`."""
+        with self.modes():
+            self.launch(phase)
 
     def plan_phase(self, program: Program, schedule: Schedule | None, *, last: bool) -> Phase:
         """Everything of a phase but the running: operations compiled, steps, places and gathers planned.
 
         last: whether no phase comes after it.
         """
+        if self.blocks is not None:
+            return self.blocks.plan(program, schedule, last=last)
         template = self._template(program)
         operations, memory = template.operations, self.memory
         if last and not self.phases:
@@ -152,30 +182,36 @@ class Run:
             schedule, phase = self.planner.plan(program, schedule, template, reuse=not self.grad)
             return Phase(program, schedule, phase.plan, template.needs, operations, phase)
         schedule = self.planner.schedule(program) if schedule is None else schedule
-        needs = template.needs.outputs
-        plan = memory.plan(program, schedule, operations.slots, operations.arrays, needs)
+        plan = memory.plan(program, schedule, operations.slots, operations.arrays, template.needs.outputs)
         return Phase(program, schedule, plan, template.needs, operations)
 
     def launch(self, phase: Phase) -> None:
         """Run all steps of a planned phase."""
         self.phases.append(phase)
+        if isinstance(phase, BlockPhase):
+            assert self.blocks is not None
+            self.launches += self.blocks.launch(phase)
+            self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
+            return
         if self.watched:
             with shown_modes():
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        whole = phase.whole_plan
-        self.value_row, self.value_type, self.value_needs = (
-            self.memory.phases.ran()
-            if whole is None
-            else (whole.plan.row_of_value, whole.type_of, whole.needed)
-        )
+        self.value_row, self.value_type, self.value_needs = self.memory.columns_of_values(phase.whole_plan)
+        if self.lasting and self.grad:
+            trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
+            phase.read = [(t, t._version) for t in (*trained, *self.read_back([phase]))]
+
+    def read_back(self, phases: Sequence[Phase]) -> list[torch.Tensor]:
+        """Buffers and frozen parameters that backward reads: it raises torch's own error where they were written to."""
+        shared = self.memory.shared
+        return [shared[signature][i] for phase in phases for signature, i in phase.operations.read_back]
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
         family, types = self._family(program)
-        constants: tuple[int, ...] = ()
-        known_needs = None
+        constants, known_needs = tuple[int, ...](), None
         if self.grad:
             constants = tuple([s for s in program.constants if differentiable_constants(program, s)])
             known_needs = self.value_needs[: program.known]
@@ -243,9 +279,11 @@ class Run:
     # -- reading values -----------------------------------------------------------------------------
 
     def rows(self, values: np.ndarray) -> torch.Tensor:
-        """A new tensor [len(values), *shape] of values of one type."""
+        """A new tensor [len(values), *shape] of values of one type; under ordinary autograd, what it has of them."""
         assert len(values), "values of one tensor type"
         at = values.item(0)
+        if self.blocks is not None:
+            return self.blocks.read(self.value_type.item(at), self.value_row.take(values))
         kind, first = self.value_type.item(at), self.value_row.item(at)
         if len(values) == 1:
             return self.memory.copied(kind, first, 1)
@@ -273,16 +311,17 @@ class Run:
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
-        return self.by_type(values, lambda requests: [self.rows(ids).unbind(0) for ids in requests])
+        return self.by_type(values, lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests])
 
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""
+        if self.blocks is not None:
+            return [t.tolist() for t in self.read(values)]
         if len(values) == 1:
-            at = values[0]
-            host = self.memory.host_arena(self.value_type.item(at))
+            kind, row = self.value_type.item(values[0]), self.value_row.item(values[0])
+            host = self.memory.host_arena(kind)
             if host is not None:
-                self._asked[self.value_type.item(at)] = None
-                row = self.value_row.item(at)
+                self._asked[kind] = None
                 return [host.item(row) if host.ndim == 1 else host[row].tolist()]
         wanted = np.array(values, dtype=np.int64)
         kinds = self.value_type.take(wanted)

@@ -33,7 +33,8 @@ CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole mini
 WINDOW = 5  # timings of either way that are looked at
 COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
-TRIAL = 0.25  # of the loop's time, after which no further instance of a trial is begun
+TRIAL = 0.25  # of the loop's time, after which no further instance of a trial is begun; building apart
+MET = 0.75  # of the loop's time, after which none is, what is met for the first time counted
 FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
 HOPELESS = 2.0  # times the loop's, above which none is
@@ -58,19 +59,21 @@ class Choice:
 
 @dataclass
 class Trial:
-    """A minibatch that is batched before that is known to pay: no instance is begun after so many seconds, building
-    apart. begun: how many were, where the loop is to run the others; None for all."""
+    """A minibatch that is batched before that is known to pay: no instance is begun after a part of the loop's seconds.
+    begun: how many were, where the loop is to run the others; None for all."""
 
-    seconds: float
+    loop: float
     begun: int | None = None
-    _until: float = 0.0
+    _began: float = 0.0
+    _built: float = 0.0
 
     def may_begin(self, instance: int) -> bool:
         """Whether this instance is begun."""
-        now = stopwatch.now() - stopwatch.seconds_of_building()
+        now, built = stopwatch.now(), stopwatch.seconds_of_building()
         if not instance:
-            self._until = now + self.seconds
-        if instance < FEWEST or now < self._until:
+            self._began, self._built = now, built
+        seconds, built = now - self._began, built - self._built
+        if instance < FEWEST or (seconds < MET * self.loop and seconds - built < TRIAL * self.loop):
             return True
         self.begun = instance
         return False
@@ -224,7 +227,7 @@ class Strategy:
         if case is None or (case.rounds and not case.loops):
             return None
         seconds = self.loop_seconds(instances, grad=grad, backward=True)
-        return Trial(TRIAL * seconds) if seconds else None
+        return Trial(seconds) if seconds else None
 
     def backward_seconds(self, instances: int, *, grad: bool) -> float:
         """About how long batched backward passes take: as long as the loop's, where none was timed yet."""

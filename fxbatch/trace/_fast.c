@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <time.h>
 
+#include "_fast_dlpack.h"
 #include "_fast_columns.h"
 #include "_fast_values.h"
 #include "_fast_constants.h"
@@ -504,7 +505,7 @@ static struct {
     const PyGetSetDef **where;
 } const getters[] = {
     {"shape", &get_shape}, {"dtype", &get_dtype}, {"is_cpu", &get_is_cpu}, {"_version", &get_version}, {"_base", &get_base},
-    {"requires_grad", &get_requires_grad},
+    {"requires_grad", &get_requires_grad}, {"grad_fn", &get_grad_fn},
 };
 
 static struct {
@@ -541,18 +542,6 @@ static PyObject *not_as_expected(void)
 
 #define EACH(i, table) for (size_t i = 0; i < sizeof table / sizeof *table; i++)
 
-/* The functions of DLPack's exchange interface, from torch's capsule; None where it has none. */
-static int set_exchange(PyObject *capsule)
-{
-    if (capsule == Py_None)
-        return 1;
-    const struct Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    while (api && api->major > 1) /* the first layout that is as declared here */
-        api = api->older;
-    exchange = api && api->major == 1 ? api : NULL;
-    return !PyErr_Occurred();
-}
-
 /* setup(what is given by name, addresses of torch's C++, the capsule of DLPack's exchange interface or None); once. */
 static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -577,7 +566,8 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     }
     EACH(i, slots) if (slot((PyObject *)*slots[i].type, slots[i].name, slots[i].offset, slots[i].whole) < 0) return NULL;
     EACH(i, getters) if (!(*getters[i].where = getter_of((PyObject *)Tensor, getters[i].name))) return NULL;
-    if (!set_exchange(capsule) || !Value->tp_weaklistoffset)
+    exchange = exchange_of(capsule);
+    if (PyErr_Occurred() || !Value->tp_weaklistoffset)
         return not_as_expected();
     keys_excluded = (_Bool (*)(uint64_t))(uintptr_t)address[0];
     autocast_keys = address[1];

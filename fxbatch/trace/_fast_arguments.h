@@ -118,6 +118,38 @@ static int token_end(Arguments *a, PyObject *x)
     return known;
 }
 
+/* A view of a parameter or buffer of a module's, by what it shows; 0 where that is for Python: gradients stop there, it is
+   of another type, or complex. Those of which a row is looked up have become values (constant_of). */
+static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
+{
+    PyObject *base = get_base->get(t, get_base->closure), *owners = SLOT(KNOWN(recorder), at.owners);
+    PyObject *key = base && base != Py_None && owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(base) : NULL;
+    Described view, whole;
+    int known = key ? PyDict_Contains(owners, key) : 0;
+    if (known > 0 && (!exchange || exchange->describe(t, &view) < 0 || exchange->describe(base, &whole) < 0 ||
+                      view.dtype.code > 4 || memcmp(&view.dtype, &whole.dtype, sizeof view.dtype)))
+        known = 0;
+    if (known > 0 && SLOT(KNOWN(recorder), at.grad) == Py_True) {
+        PyObject *requires = get_requires_grad->get(base, get_requires_grad->closure);
+        PyObject *through = requires == Py_True ? get_grad_fn->get(t, get_grad_fn->closure) : NULL;
+        known = requires == Py_False || (through && through != Py_None); /* of one made under no_grad it is None */
+        Py_XDECREF(requires);
+        Py_XDECREF(through);
+    }
+    if (known > 0) /* a parameter itself has number 0 */
+        known = token(a, base, 1 + ((char *)view.data + view.byte_offset - (char *)whole.data - whole.byte_offset));
+    if (known > 0)
+        known = token(a, (PyObject *)Tensor, view.ndim);
+    for (int d = 0; known > 0 && d < view.ndim; d++)
+        if ((known = token(a, (PyObject *)Tensor, view.shape[d])) > 0)
+            known = token(a, (PyObject *)Tensor, view.strides ? view.strides[d] : -1);
+    if (known == 0)
+        PyErr_Clear();
+    Py_XDECREF(key);
+    Py_XDECREF(base);
+    return known;
+}
+
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -126,7 +158,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
     if (type == Tensor) {
         PyObject *v = constant_of(recorder, x, a->views);
-        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : a->views ? token_view(a, recorder, x) : 0;
     }
     if (type == WrittenTensor) {
         PyObject *v = value_behind(recorder, x);

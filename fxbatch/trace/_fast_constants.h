@@ -112,30 +112,7 @@ static PyObject *emit(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
     return result;
 }
 
-/* What a tensor says of its memory and type by DLPack's C exchange interface (torch.Tensor.__dlpack_c_exchange_api__):
-   the declarations of dlpack.h 1.2 and later that are used here. */
-typedef struct {
-    void *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t ndim;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} Described;
-
-#define DLPACK_CPU 1
-
-static const struct Exchange {
-    uint32_t major, minor;
-    const struct Exchange *older;
-    int (*allocate)(void), (*managed)(void), (*to_python)(void);
-    int (*describe)(void *tensor, Described *out); /* borrowed of the tensor; -1 with an error where there is none */
-} *exchange; /* NULL: Python asks */
+static const struct Exchange *exchange; /* NULL: Python asks */
 
 #define MAX_RANK 5
 

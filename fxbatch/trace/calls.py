@@ -32,7 +32,6 @@ from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
-    MANY_ROWS,
     Arguments,
     ArrayArgument,
     row_of_parameter,
@@ -67,7 +66,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views, refresh
+from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
 from fxbatch.trace.writes import (
     PURE_FORMS,
     call_pure,
@@ -103,6 +102,11 @@ _PACKED = frozenset({
 })  # fmt: skip
 
 
+UNFILLED: dict[object, Callable[..., object]] = {
+    torch.Tensor.new_empty: torch.Tensor.new_zeros, torch.empty_like: torch.zeros_like,
+}  # fmt: skip
+
+
 def call_function(
     recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
@@ -116,14 +120,14 @@ def call_function(
     if _fast is not None and (recorded := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return recorded
     recorder.long_calls += 1
-    key_of_views = None if kwargs else _views_alone(recorder, func, args)
-    if key_of_views and (entry := recorder.knowledge.functions.get(key_of_views)) is not None:
-        return recorder.emit(entry, [refresh(x) for x in args if type(x) is Value])
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])
-    if func is torch.Tensor.new and len(args) == 2 and type(args[1]) is torch.Size:
-        # A size is a shape there and a tuple is data; pytrees make tuples of sizes.
-        func = torch.Tensor.new_empty
+    if func is torch.Tensor.new and len(args) > 1 and (type(args[1]) is torch.Size or type(args[-1]) is int):
+        # A size is a shape there and a tuple is data; pytrees make tuples of sizes. What memory holds is nobody's
+        # business, and zeros are the same in each run.
+        func = torch.Tensor.new_zeros
+    elif func in UNFILLED:
+        func = UNFILLED[func]
     elif func in (torch.Tensor.new, torch.Tensor.new_tensor) and len(args) > 1 and _copies(func, args[1]):
         return _copied(recorder, func, *args, **kwargs)
     if func in PURE_FORMS:
@@ -160,7 +164,7 @@ def call_function(
             f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
-        return _call_on_views(recorder, func, args, kwargs, key_of_views)
+        return _call_on_views(recorder, func, args, kwargs)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
@@ -268,33 +272,29 @@ def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
 
 
 def _call_on_views(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object], key: object
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
-    """A call with views of shared operands: the operands themselves are its inputs. key: that it is found by again,
-    None for none."""
+    """A call with views of shared operands: the operands themselves are its inputs."""
     leaves, spec = tree_flatten((args, kwargs))
-    comes_again = any(type(t) is BareView for t in leaves)  # the same object, which C can tell
+    comes_again = True  # C can tell it by where the views lie
     views = []
     for i, t in enumerate(leaves):
         if not isinstance(t, torch.Tensor) or type(t) is Value:
             continue
         row = row_of_parameter(recorder, t)
         if row is not None:
-            leaves[i] = row
+            leaves[i], comes_again = row, type(t) is BareView  # others are looked up once many were met
         elif view_of_shared(recorder, t):
             base = leaves[i] = cast(torch.Tensor, t._base)
             views.append((i, *_place_in(base, t)))
     before, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
     seen = (func, tuple(views), *args)
     result = call_function(recorder, on_views, seen, kwargs)
-    if comes_again or key:
+    if comes_again:
         arguments = Arguments(recorder, seen, kwargs)
         entry = recorder.knowledge.functions.get((on_views, *arguments.key()))
         if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
-            if comes_again:
-                recorder.remember(func, *before, entry)
-            else:
-                recorder.knowledge.functions[key] = entry
+            recorder.remember(func, *before, entry)
     return result
 
 
@@ -302,30 +302,6 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
     """Where and how a view lies in what it is a view of."""
     flipped = view.is_conj() != base.is_conj(), view.is_neg() != base.is_neg()
     return (tuple(view.shape), view.stride(), view.storage_offset(), *flipped)
-
-
-def _views_alone(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...]
-) -> tuple[object, ...] | None:
-    """The key of a call with values and views of shared operands, by where these lie; None for a call with anything
-    else, or with rows that are looked up."""
-    key: list[object] = [func]
-    for x in args:
-        if type(x) is Value and x._recorder is recorder:
-            key.append(x._type)
-        elif type(x) is torch.Tensor and (base := x._base) is not None:
-            shared = recorder.shared_operand(base)
-            rows = (
-                ()
-                if shared is None
-                else recorder.table.parameter_rows.get((shared.key, base.dim() - x.dim()), ())
-            )
-            if shared is None or len(rows) > MANY_ROWS or not view_of_shared(recorder, x):
-                return None
-            key.append((shared.key, base.shape, x.dtype, x.device, *_place_in(base, x)))
-        else:
-            return None
-    return ("views", *key) if any(type(x) is tuple for x in key) else None
 
 
 def _by_integer_value(x: Any, index: object) -> bool:

@@ -9,7 +9,7 @@ column.written_to()          # whether torch has written to one of them since
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -58,12 +58,13 @@ def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
 class IntegerColumn(Sequence[torch.Tensor]):
     """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
 
-    __slots__ = ("_chosen", "_parts", "_tensors", "_versions", "numbers")
+    __slots__ = ("_chosen", "_parts", "_rows", "_tensors", "_versions", "numbers")
 
     def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
         self.numbers = numbers  # int64
         self._tensors = tensors
         self._parts: Sequence[IntegerColumn] = ()  # what it was joined from, until a tensor is asked for
+        self._rows: Sequence[tuple[torch.Tensor, np.ndarray]] = ()  # of which it is rows, until then
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
         self._versions: Sequence[int] | None = None  # of the tensors when they were read
 
@@ -88,10 +89,19 @@ class IntegerColumn(Sequence[torch.Tensor]):
         column._parts = parts
         return column
 
+    @staticmethod
+    def of_rows(tensors: Sequence[torch.Tensor], rows: Sequence[np.ndarray]) -> IntegerColumn:
+        """The column of these rows of each of some plain tensors of one dimension on the CPU."""
+        column = IntegerColumn(
+            np.concatenate([t.numpy()[i] for t, i in zip(tensors, rows, strict=True)]), None
+        )
+        column._rows = list(zip(tensors, rows, strict=True))
+        return column
+
     def take(self, indices: np.ndarray) -> IntegerColumn:
         """The column of these items."""
         column = IntegerColumn(self.numbers[indices], self._tensors)
-        column._parts = self._parts
+        column._parts, column._rows = self._parts, self._rows
         column._chosen = indices if self._chosen is None else self._chosen[indices]
         return column
 
@@ -108,7 +118,8 @@ class IntegerColumn(Sequence[torch.Tensor]):
         """The tensors themselves."""
         tensors_of_parts = self._tensors
         if tensors_of_parts is None:
-            tensors_of_parts = list(itertools.chain.from_iterable(p.tensors for p in self._parts))
+            rows = [t[i] for t, numbers in self._rows for i in numbers.tolist()]
+            tensors_of_parts = list(itertools.chain(rows, *(p.tensors for p in self._parts)))
         if self._chosen is None:
             self._tensors = tensors_of_parts
             return tensors_of_parts
@@ -116,6 +127,9 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.tensors)
 
     @overload
     def __getitem__(self, index: int) -> torch.Tensor: ...

@@ -10,7 +10,7 @@ with Values as leaves, what is still pending, and counts.
 In a lazy block, per-instance code is in a plain Python loop: torch functions and modules that meet `batch.value(x)` (or
 real tensors, for modules) are recorded; reading a value, `.backward()` or leaving the block runs everything pending.
 
-    with LazyBatch(table, execution, (model,)) as batch:
+    with LazyBatch(table, execution, materialise, (model,)) as batch:
         losses = [model.loss(x) for x in data]
         sum(losses).backward()
 """
@@ -134,13 +134,6 @@ class Execution(Protocol):
     def settled(self, base: int) -> object:
         """Where C finds numbers like those that were asked for, until the next phase; None where it can't. base: the
         number of the recording's first value."""
-
-
-class LazyExecution(Execution, Protocol):
-    """An Execution that gives real tensors again and again, for `lazy`."""
-
-    def materialise(self, values: Sequence[int]) -> list[torch.Tensor]:
-        """Real tensors that carry gradients."""
 
 
 class Recording:
@@ -541,10 +534,15 @@ class LazyBatch:
     """
 
     def __init__(
-        self, table: SignatureTable, execution: LazyExecution, roots: Sequence[torch.nn.Module] = ()
+        self,
+        table: SignatureTable,
+        execution: Execution,
+        materialise: Callable[[Sequence[int]], list[torch.Tensor]],
+        roots: Sequence[torch.nn.Module] = (),
     ) -> None:
+        """materialise: gives real tensors that carry gradients for values, again and again."""
         self.recorder = Recorder(table, roots, 1)
-        self.execution = execution
+        self.execution, self.materialise = execution, materialise
         self.statistics = Statistics(1)
         self._stack = contextlib.ExitStack()
 
@@ -603,4 +601,4 @@ class LazyBatch:
     def _give(self, values: list[Value]) -> list[torch.Tensor]:
         self.run()
         with tracing(None):
-            return self.execution.materialise([v.id for v in values])
+            return self.materialise([v.id for v in values])

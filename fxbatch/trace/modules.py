@@ -413,7 +413,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
         return result
 
     most = MOST_CALLS if rule is PLAIN_MODULE else None
-    plain = rule is TORCH_MODULE and _runs_torchs_code_alone(module)
+    plain = rule is PLAIN_MODULE or (rule is TORCH_MODULE and runs_torchs_code_alone(module))
     outcome = run_on_fakes(
         body, inputs, [s.resolve() for s in shared], grad=recorder.knowledge.grad, most=most, plain=plain
     )
@@ -437,12 +437,9 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     )
 
 
-def _runs_torchs_code_alone(module: torch.nn.Module) -> bool:
-    """Whether a module of torch's has no parts, no code of users in it, and is no loop over steps."""
-    others = (
-        bool(module._modules) or "forward" in vars(module) or has_hooks(module) or is_parametrized(module)
-    )
-    return not (others or isinstance(module, torch.nn.RNNBase))
+def runs_torchs_code_alone(module: torch.nn.Module) -> bool:
+    """Whether a module of torch's has no parts, and no code of users in it."""
+    return not (module._modules or "forward" in vars(module) or has_hooks(module) or is_parametrized(module))
 
 
 def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:

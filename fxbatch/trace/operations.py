@@ -16,7 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import numpy as np
@@ -322,12 +322,27 @@ def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
 MOST_USES = 16  # of one weight in a forward that is packed
 
 
+def _asked_by_torch(frame: FrameType) -> bool:
+    """Whether torch's own code runs in a frame."""
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] == "torch"
+
+
+_OF_DEVICE = frozenset(
+    getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda", "is_meta")
+) | {torch.Tensor.get_device}
+
+
 class _CallWatch(TorchFunctionMode):
     """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it),
-    more than `most` calls of torch, and more than MOST_USES calls of a function with one of `weights`."""
+    more than `most` calls of torch, and more than MOST_USES calls of a function with one of `weights`.
 
-    def __init__(self, most: int | None, weights: Sequence[torch.Tensor]) -> None:
+    device: of the user, where tensors are on "meta"; what says something else of these is refused."""
+
+    def __init__(
+        self, most: int | None, weights: Sequence[torch.Tensor], device: torch.device | None = None
+    ) -> None:
         super().__init__()
+        self.device = device
         self.left = math.inf if most is None else most
         self.most = most
         self.weights = {id(w) for w in weights if w.dim() > 1}
@@ -343,10 +358,14 @@ class _CallWatch(TorchFunctionMode):
                 raise BodyError(f"loops over {function_name(func)}: the steps of all instances batch better")
         if func in _RECURRENT and _has_steps(*args):
             return _by_one_step(func, *args)
+        if self.device is not None:
+            if func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1)):
+                raise BodyError("asks for the device")
+            if func in _OTHER_ON_META and func not in _OF_MEMORY:
+                raise BodyError("calls what is other on tensors without memory")
         if func in _OF_MEMORY:
             asking = sys._getframe(1)
-            torchs = asking.f_globals.get("__name__", "").split(".")[0] == "torch"
-            if not torchs and asking.f_code is not on_views.__code__:
+            if not _asked_by_torch(asking) and asking.f_code is not on_views.__code__:
                 name = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
                 raise BodyError(
                     f"{name} asks for the memory of a tensor, which batched tensors don't have one by one; clone(), "
@@ -367,13 +386,13 @@ def run_on_fakes(
 ) -> BodyRun:
     """Run `body(inputs, shared)` on fake tensors under the modes that are on.
 
-    plain: it is torch's own code, which asks tensors for nothing but their types: where all are on one device, tensors
-    without memory say so much in a tenth of the time. Raises what the body raises; BodyError when it draws Python or
+    plain: it is torch's own code, or plain code of users: where all are on one device and none asks for that, tensors
+    without memory say as much in a tenth of the time. Raises what the body raises; BodyError when it draws Python or
     numpy random numbers or returns objects, calls torch more than `most` times, or, without `loops`, one function with
     the same weight again and again.
     """
     with building(), without_saved_tensor_hooks(), outside_functorch():
-        if plain and (outcome := _run_without_memory(body, inputs, shared, grad=grad)) is not None:
+        if plain and (outcome := _run_without_memory(body, inputs, shared, grad=grad, most=most)) is not None:
             return outcome
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most, loops=loops)
@@ -391,11 +410,9 @@ def is_torchs_own(func: object) -> bool:
     return (ours or isinstance(func, _IN_C)) and func not in _OTHER_ON_META
 
 
-# What says something else of tensors without memory, or is run step by step.
+# What says something else of tensors without memory.
 _OTHER_ON_META = (
-    _OF_MEMORY
-    | named_functions("native_batch_norm _native_batch_norm_legit ctc_loss")
-    | {*_RECURRENT, F.ctc_loss}
+    _OF_MEMORY | named_functions("native_batch_norm _native_batch_norm_legit ctc_loss") | {F.ctc_loss}
 )
 _META = torch.device("meta")
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
@@ -407,9 +424,10 @@ def _run_without_memory(
     shared: Sequence[torch.Tensor],
     *,
     grad: bool,
+    most: int | None = None,
 ) -> BodyRun | None:
-    """The BodyRun of torch's own code on tensors of the device "meta"; None where it does not run on these, or they
-    could say something else than tensors of the real device."""
+    """The BodyRun of torch's own code, or plain code, on tensors of the device "meta"; None where it does not run on
+    these, or they could say something else than tensors of the real device."""
     devices = {t.device for t in inputs} | {t.device for t in shared}
     if (
         len(devices) != 1
@@ -432,7 +450,7 @@ def _run_without_memory(
         ]
         before, operands_before = [t._version for t in tensors], [t._version for t in operands]
         try:
-            with watch:
+            with watch, _CallWatch(most, (), device):
                 result = body(list(tensors), list(operands))
         except Exception:  # noqa: BLE001 - fake tensors say what is wrong, if anything is
             return None

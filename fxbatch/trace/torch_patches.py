@@ -369,12 +369,13 @@ def _enters_mode(_: RecordedCalls, plain: Any, mode: object) -> object:
 _FACTORIES = (
     "tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye",
 )  # fmt: skip
+_LISTS = frozenset((list, tuple, torch.Size))
 _ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
 
 
-def _is_plain(x: object) -> bool:
-    """Whether an argument is plain data or a list of it, which no Value is in."""
-    return type(x) in _ATOMS or (type(x) is list and _ATOMS.issuperset(map(type, x)))
+def _is_plain(x: Any) -> bool:
+    """Whether an argument is plain data or a list or shape of it, which no Value is in."""
+    return type(x) in _ATOMS or (type(x) in _LISTS and _ATOMS.issuperset(map(type, x)))
 
 
 @stands_for(torch, *_FACTORIES)

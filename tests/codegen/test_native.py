@@ -62,7 +62,7 @@ def run_native(
 ) -> list[torch.Tensor] | None:
     """The results of the native program; None where it refused to run."""
     made = program_of(module, shared)
-    program = extension.Program(made.bases, made.instructions, NO_SOURCES)
+    program = extension.Program(made.bases, made.instructions, NO_SOURCES, made.views, made.functions)
     outs = results(module, n)
     memory = np.array(
         [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *shared, *outs)], dtype=np.int64
@@ -348,7 +348,7 @@ def test_the_gradient_of_a_table_and_its_padding() -> None:
 def test_a_large_gradient_of_a_table_is_cleared_wherever_it_begins(rows: int, first: int) -> None:
     graph = lambda g, x, i: [add_call(g, aten.embedding_dense_backward.default, (x, i, rows, -1, False))]  # noqa: E731
     made = program_of(graph_of(graph, (211, torch.float32), (torch.int64,)))
-    program = extension.Program(made.bases, made.instructions, NO_SOURCES)
+    program = extension.Program(made.bases, made.instructions, NO_SOURCES, made.views, made.functions)
     x, index = torch.randn(3, 211), torch.tensor([1, 0, 1])
     memory = torch.full([rows * 211 + 32], 77.0)
     out = memory[first : first + rows * 211]
@@ -411,7 +411,7 @@ def test_gradients_are_added_to_what_is_there() -> None:
     module = graph_of(gradients_of_a_cell, (4, torch.float32), (3, torch.float32))
     made = make_program(module, (), adding=True)
     assert isinstance(made, NativeProgram)
-    adding = extension.Program(made.bases, made.instructions, NO_SOURCES)
+    adding = extension.Program(made.bases, made.instructions, NO_SOURCES, made.views, made.functions)
     for n in ROWS:
         ins = [torch.randn(n, 4), torch.randn(n, 3)]
         fresh = run_native(module, n, ins)
@@ -473,7 +473,7 @@ def spoilt(bases: np.ndarray, code: np.ndarray) -> list[tuple[np.ndarray, np.nda
 def test_a_program_that_would_leave_its_memory_is_refused() -> None:
     made = program_of(graph_of(gates, (90, torch.float32), (30, torch.float32)))
     none = NO_SOURCES
-    extension.Program(made.bases, made.instructions, none)
+    extension.Program(made.bases, made.instructions, none, made.views, made.functions)
     refused = 0
     for bases, code in spoilt(made.bases, made.instructions):
         try:
@@ -486,7 +486,7 @@ def test_a_program_that_would_leave_its_memory_is_refused() -> None:
         bases["row_bytes"][base] -= 1
         with pytest.raises(ValueError):
             extension.Program(bases, made.instructions, none)
-    program = extension.Program(made.bases, made.instructions, none)
+    program = extension.Program(made.bases, made.instructions, none, made.views, made.functions)
     too_little = np.array([(0, 8)] * 5, dtype=np.int64)
     assert not ran(program, extension.Room(), 3, too_little)
 

@@ -134,7 +134,7 @@ def test_products_of_a_vector_a_row(a: tuple[int, int], b: tuple[int, int], turn
 def test_a_reduction_that_would_leave_its_memory_is_refused() -> None:
     module = graph_of(lambda g, x: [add_call(g, aten.logsumexp.default, (x, [1]))], (3, 5, torch.float32))
     made, none = program_of(module), NO_SOURCES
-    extension.Program(made.bases, made.instructions, none)
+    extension.Program(made.bases, made.instructions, none, made.views, made.functions)
     depth, step = (lambda x: x["depth_rest"]), (lambda x: x["a"]["inner"])
     for field, wrong in ((depth, 4), (depth, 0), (depth, -1), (depth, 1 << 40), (step, 6), (step, 1 << 33)):
         code = made.instructions.copy()

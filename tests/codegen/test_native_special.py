@@ -176,5 +176,5 @@ def test_every_instruction_is_tried() -> None:
     }  # fmt: skip
     assert [x.name for x in ROWS] == [
         "PRODUCT", "LOOKUP", "SUM_ROWS", "SUM_LAST", "LOG_SOFTMAX", "LOG_SOFTMAX_BACKWARD", "PICK", "PUT",
-        "TABLE_GRADIENT", "EXTREME", "PLACE_OF_EXTREME", "LOG_SUM_EXP",
+        "TABLE_GRADIENT", "EXTREME", "PLACE_OF_EXTREME", "LOG_SUM_EXP", "CALL",
     ]  # fmt: skip

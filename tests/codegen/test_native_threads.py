@@ -99,7 +99,7 @@ def run(
     module: fx.GraphModule, n: int, ins: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], threads: int
 ) -> list[torch.Tensor] | None:
     made = native.program_of(module, shared)
-    program = extension.Program(made.bases, made.instructions, native.NO_SOURCES)
+    program = extension.Program(made.bases, made.instructions, native.NO_SOURCES, made.views, made.functions)
     outs, room = native.results(module, n), extension.Room()
     room.threads = threads
     memory = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in (*ins, *shared, *outs)]

@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import fxbatch
 from fxbatch.ir import Operation, Program, Signature
 from fxbatch.passes import fuse as find_blocks
 from fxbatch.passes.fuse import Fuser, Stream
 from fxbatch.passes.schedule import batch_by_lookahead, lower_bound
 from fxbatch.verify import verify_program, verify_schedule
+from tests.oracle import assert_launches, check_equal
 from tests.passes.fusion_models import HIDDEN, Functions
 from tests.passes.reference import results_by_hand
 from tests.programs import ProgramBuilder, programs, random_tree
@@ -163,6 +165,49 @@ def test_a_refused_operation_is_taken_apart() -> None:
     apart = fuser(program)
     check_same(program, apart)
     assert names(apart)["linear_r"] == 18 and names(apart)["fused:embed+linear_x"] == 18
+
+
+class Cells(torch.nn.Module):
+    """Modules and functions in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.cell, self.drop = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Dropout(0.0)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, xs: list[torch.Tensor]) -> torch.Tensor:
+        h = xs[0]
+        for x in xs:
+            c = torch.tanh(self.cell(h))
+            with torch.set_grad_enabled(self.grad):
+                g = torch.sigmoid(self.gate(x))
+            h = self.drop(g * c + h)
+        return h
+
+    grad = True
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_in_training_and_functions_are_one_operation(training: bool) -> None:
+    """That a module trains is no mode of a function; what it does then is a matter of its body."""
+    draw = torch.Generator().manual_seed(0)
+    model = Cells().train(training)
+    batch = [list(torch.randn(n, 4, generator=draw)) for n in (2, 3, 4, 5)]
+    model(batch)
+    check_equal(model, batch)
+    fused = [row.operation for row in fxbatch.explain(model, batch).operations]
+    assert any("cell+tanh" in name for name in fused), fused
+    assert_launches(model, batch, 1 + 5)  # gates, cells
+
+
+def test_calls_with_and_without_gradients_stay_apart() -> None:
+    model = Cells().eval()
+    model.grad = False
+    batch = [list(torch.randn(n, 4)) for n in (2, 3, 4, 5)]
+    check_equal(model, batch)
+    fused = [row.operation for row in fxbatch.explain(model, batch).operations]
+    assert not any("cell" in name and "gate" in name for name in fused), fused
 
 
 def test_embeddings_are_not_fused() -> None:

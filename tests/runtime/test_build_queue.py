@@ -141,7 +141,7 @@ def test_what_is_large_waits_until_its_calls_have_taken_a_part_of_what_it_takes(
             queue.put("larger", Late(99.0, expected=2 * LONGEST), allowed.append)
     queue.earn(seconds=0.0, loop=9.0, batched=True)
     assert not queue.build()
-    large.seconds = 1.0 / SELDOM
+    large.seconds = 1.0
     queue.put("large", large, allowed.append)
     assert queue.build() == 1 and allowed == [1.0], "larger ones never are"
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import RETIMED, SCOUTS, TRIAL, Choice, Strategy
+from fxbatch.runtime.strategy import MET, RETIMED, SCOUTS, TRIAL, Choice, Strategy, Trial
 from fxbatch.stopwatch import Timing, building
 from fxbatch.trace.state import current_recorder
 from tests.clock import Clock
@@ -530,6 +530,22 @@ def test_what_is_not_known_to_pay_is_a_trial_of_as_many_instances_as_the_loops_t
         assert order == [False] * scouts + [True] * few + [False] * (64 - scouts - few)
         y.sum().backward()
     torch.testing.assert_close(model.layer.bias.grad, torch.full((4,), 128.0))
+
+
+def test_what_is_met_for_the_first_time_ends_a_trial_as_well(clock: Clock) -> None:
+    """Recording an instance takes a hundredth of the loop's time, and a tenth more for what it is the first to call."""
+    trial, begun = Trial(1.0), 0
+    while trial.may_begin(begun):
+        begun += 1
+        clock.time += 0.01
+        with building():
+            clock.time += 0.1
+    assert trial.begun == begun == math.ceil(MET / 0.11)
+    trial, begun = Trial(1.0), 0
+    while trial.may_begin(begun):
+        begun += 1
+        clock.time += 0.01
+    assert begun in (math.ceil(TRIAL / 0.01), math.ceil(TRIAL / 0.01) + 1)
 
 
 @pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")

@@ -9,7 +9,7 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import Operation, Program, SharedOperand, Signature, Slot, Template
 from fxbatch.passes.schedule import batch_by_lookahead
-from fxbatch.runtime.autograd import Unrolled, UnrolledRun
+from fxbatch.runtime.blocks import Unrolled, emit_unrolled
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.planner import Planner
 from tests import models as M
@@ -45,7 +45,7 @@ def cell_program(cell: Cell, x: torch.Tensor) -> Program:
 
 
 def unrolled(program: Program) -> Unrolled:
-    return UnrolledRun(Planner(Options(mode="unrolled"))).emit(program, batch_by_lookahead(program))
+    return emit_unrolled(Planner(Options(mode="unrolled")), program, batch_by_lookahead(program))
 
 
 def test_values_and_second_derivatives_are_those_of_the_loop() -> None:

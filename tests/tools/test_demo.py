@@ -15,7 +15,7 @@ import torch
 from fxbatch_cli import demo, demo_measure
 from fxbatch_cli.main import main
 
-from fxbatch.decorator import Autobatched
+from fxbatch import decorator
 from fxbatch.runtime.strategy import AdaptiveSwitch
 
 Captured = pytest.CaptureFixture[str]
@@ -128,11 +128,11 @@ def test_compare_prints_both_curves(capsys: Captured) -> None:
 @pytest.mark.usefixtures("started")
 def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     looped: list[int] = []
-    by_the_loop, curve = Autobatched.loop, demo_measure._curve
+    by_the_loop, curve = decorator.loop_over, demo_measure._curve
 
-    def counted(self: Autobatched, instances: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(fn: Any, instances: Any, **options: Any) -> Any:
         looped.append(len(instances))
-        return by_the_loop(self, instances, *args, **kwargs)
+        return by_the_loop(fn, instances, **options)
 
     def watched(*args: Any, batch: bool) -> Any:
         looped.clear()
@@ -141,7 +141,7 @@ def test_compare_batches_however_few_minibatches(capsys: Captured, monkeypatch: 
         return found
 
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    monkeypatch.setattr(Autobatched, "loop", counted)
+    monkeypatch.setattr(decorator, "loop_over", counted)
     monkeypatch.setattr(demo_measure, "_curve", watched)
     assert main(["demo", "--epochs", "0", "--compare", "2", *SMALL]) == 0
     assert "batched and one by one by at most" in " ".join(capsys.readouterr().out.split())

@@ -185,3 +185,70 @@ def test_writes_that_were_met_take_the_short_way(
         recording.pending_program(recording.output_ids())
         counts.append(recording.recorder.long_calls)
     assert recorded_by == "python" or max(counts[2:]) <= 2 * 8, counts
+
+
+# -- views of a module's parameters, which are another object each time -----------------------------------
+
+
+def by_transposes(m: Any, x: Tensor) -> Any:
+    h = torch.addmm(m.linear.bias, x, m.linear.weight.t())
+    return torch.mm(h, m.linear.weight.T) + m.linear(x) @ m.linear.weight.t()
+
+
+def by_slices(m: Any, x: Tensor) -> Any:
+    first = torch.nn.functional.linear(m.linear(x), m.linear.weight[:2], m.linear.bias[:2])
+    return first * torch.nn.functional.linear(m.linear(x), m.linear.weight[2:], m.linear.bias[2:])
+
+
+def without_gradients_of_a_view(m: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        turned = m.linear.weight.t()
+    return m.linear(x) @ turned + m.linear(x) @ m.linear.weight.t()
+
+
+def by_many_rows(m: Any, x: Tensor) -> Any:
+    return sum(m.linear(x) * m.linear.weight[i % 4] for i in range(len(x)))
+
+
+VIEWED = (by_transposes, by_slices, without_gradients_of_a_view, by_many_rows)
+
+
+@pytest.mark.parametrize("form", VIEWED)
+def test_views_of_parameters_equal_the_loop(form: Callable[[Any, Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    model = Sequences(form)
+    for _ in range(3):
+        check_equal(model, list(torch.randn(6, 5, 4)))
+
+
+@pytest.mark.parametrize("form", [by_transposes, by_slices])
+def test_views_that_were_met_take_the_short_way(form: Callable[[Any, Tensor], Any], recorded_by: str) -> None:
+    model, table, counts = Sequences(form), SignatureTable(), []
+    for _ in range(4):
+        batch = [((model, torch.randn(6, 4)), {}) for _ in range(8)]
+        recording = record_minibatch(form, batch, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
+        recording.pending_program(recording.output_ids())
+        counts.append(recording.recorder.long_calls)
+    assert recorded_by == "python" or max(counts[2:]) == 0, counts
+
+
+class Unfilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        total = h.new(4).fill_(1.0) + h.new_empty(4).zero_() + torch.empty_like(h).fill_(2.0)
+        for size in (h.size(), (4,)):
+            total = total + h.detach().new(*size).zero_()
+        return h * total + h.new([1.0, 2.0, 3.0, 4.0])
+
+
+def test_new_memory_that_is_filled_batches() -> None:
+    """What it holds before can't be compared with anything."""
+    torch.manual_seed(0)
+    model = Unfilled()
+    check_equal(model, list(torch.randn(6, 4)))
+    assert all(row.batched for row in fxbatch.explain(model, list(torch.randn(6, 4))).operations)

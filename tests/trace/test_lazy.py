@@ -21,7 +21,7 @@ def test_losses_run_as_one_batch() -> None:
     want = torch.autograd.grad(sum(loss(x) for x in X), LIN.weight)[0]
     execution = ReferenceExecution()
     LIN.zero_grad()
-    with LazyBatch(SignatureTable(), execution, (LIN,)) as batch:
+    with LazyBatch(SignatureTable(), execution, execution.materialise, (LIN,)) as batch:
         losses = [LIN_loss(batch, x) for x in X]
         sum(losses).backward()
     assert len(execution.programs) == 1
@@ -35,7 +35,7 @@ def LIN_loss(batch: LazyBatch, x: torch.Tensor) -> torch.Tensor:
 
 def test_reading_runs_what_is_pending() -> None:
     execution = ReferenceExecution()
-    with LazyBatch(SignatureTable(), execution) as batch:
+    with LazyBatch(SignatureTable(), execution, execution.materialise) as batch:
         a = batch.value(X[0]) * 2
         b = batch.value(X[1]) * 3
         assert a.tolist() == (X[0] * 2).tolist()
@@ -45,7 +45,8 @@ def test_reading_runs_what_is_pending() -> None:
 
 
 def test_values_are_real_tensors_after_the_block() -> None:
-    with LazyBatch(SignatureTable(), ReferenceExecution()) as batch:
+    execution = ReferenceExecution()
+    with LazyBatch(SignatureTable(), execution, execution.materialise) as batch:
         a = batch.value(X[0]) @ LIN.weight
     c = a * 2
     assert type(c) is torch.Tensor and c.requires_grad

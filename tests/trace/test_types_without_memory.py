@@ -71,10 +71,39 @@ def test_they_are_those_of_fake_tensors(name: str, grad: bool) -> None:
         lambda t, s: (t[0], t[0].device),
         lambda t, s: t[0].cpu(),
         lambda t, s: F.linear(t[0], s[0].t()),
+        lambda t, s: t[0] if t[0].device.type == "cpu" else t[0][0],
+        lambda t, s: t[0] if t[0].get_device() < 0 else t[0][0],
+        lambda t, s: t[0].new_zeros(t[0].stride(0)),
+        lambda t, s: F.ctc_loss(t[0][:, None], t[1][None], torch.tensor([3]), torch.tensor([2])),
     ],
 )
 def test_what_they_could_say_otherwise_is_for_fake_tensors(body: Body) -> None:
     assert _run_without_memory(body, KINDS, [WEIGHT], grad=True) is None
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.GRU(4, 5, 2), nn.RNN(4, 5, nonlinearity="relu"), nn.LSTM(4, 6, proj_size=3, bidirectional=True),
+        nn.LSTM(4, 5, batch_first=True), nn.LSTMCell(4, 5), nn.BatchNorm1d(4).eval(),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layers_are_those_of_fake_tensors(layer: nn.Module, grad: bool) -> None:
+    weights = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    body: Body = lambda t, s: torch.func.functional_call(layer, dict(zip(weights, s, strict=True)), t[0])  # noqa: E731
+    kinds, shared = (KINDS[0],), list(weights.values())
+    expected = run_on_fakes(body, kinds, shared, grad=grad)
+    assert _run_without_memory(body, kinds, shared, grad=grad) == expected
+    assert expected == run_on_fakes(body, kinds, shared, grad=grad, plain=True)
+
+
+def test_calls_of_torch_are_counted() -> None:
+    body: Body = lambda t, s: [t[0].tanh() for _ in range(9)]  # noqa: E731
+    assert _run_without_memory(body, KINDS, [], grad=True, most=9) is not None
+    assert _run_without_memory(body, KINDS, [], grad=True, most=8) is None
 
 
 def test_autocast_and_several_devices_are_for_fake_tensors() -> None:
@@ -87,7 +116,8 @@ def test_autocast_and_several_devices_are_for_fake_tensors() -> None:
 def test_whose_code_is_torchs_own() -> None:
     for func in (torch.tanh, torch.Tensor.add, F.relu, torch.Tensor.__getitem__):
         assert is_torchs_own(func)
-    for func in (lambda x: x, torch.Tensor.stride, torch.lstm, torch.Tensor.as_strided, F.ctc_loss):
+    assert is_torchs_own(torch.lstm)
+    for func in (lambda x: x, torch.Tensor.stride, torch.Tensor.as_strided, F.ctc_loss):
         assert not is_torchs_own(func)
 
 

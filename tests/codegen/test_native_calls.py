@@ -1,0 +1,187 @@
+"""Kernels of which C knows only some calls: the others are torch's, in the same walk."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxbatch
+from fxbatch.codegen.native import callable_by_c, extension
+from fxbatch.codegen.native_lower import NativeProgram, make_program, records
+from fxbatch.codegen.native_table import Source
+from fxbatch.codegen.operation_graphs import add_call
+from tests.codegen.test_native import SAMPLES, graph_of, program_of, ran, run_native
+from tests.oracle import check_equal
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.skipif(
+    extension is None or not callable_by_c(), reason="the extension was not built, or can't call torch"
+)
+F32 = torch.float32
+
+
+def call(g: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+    return add_call(g, target, args, kwargs)
+
+
+def middle(g: Any, x: Any, y: Any) -> list[Any]:
+    """Pointwise work, a product of matrices a row, a softmax, and pointwise work."""
+    scaled = call(g, aten.mul.Tensor, x, 0.5)
+    turned = call(g, aten.permute.default, y, [0, 2, 1])
+    scores = call(g, aten.bmm.default, scaled, turned)
+    return [call(g, aten.tanh.default, call(g, aten._softmax.default, scores, -1, False)), scores]
+
+
+def two_results(g: Any, x: Any, y: Any) -> list[Any]:
+    """A call of several results, of which one is used before it, and one is a result of the kernel."""
+    both = call(g, aten.sort.default, call(g, aten.add.Tensor, x, y))
+    first, place = (call(g, operator.getitem, both, i) for i in (0, 1))
+    return [call(g, aten.exp.default, first), place]
+
+
+def joined(g: Any, x: Any, y: Any) -> list[Any]:
+    """What a call gives is a piece of a concatenation."""
+    pieces = [call(g, aten.cumsum.default, x, 1), call(g, aten.neg.default, y)]
+    return [call(g, aten.cat.default, pieces, 1)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 300])
+@pytest.mark.parametrize(
+    ("make", "forms", "calls"),
+    [
+        (middle, ((3, 4, F32), (5, 4, F32)), ("aten.bmm.default",)),
+        (two_results, ((6, F32), (6, F32)), ("aten.sort.default",)),
+        (joined, ((6, F32), (3, F32)), ("aten.cumsum.default",)),
+    ],
+    ids=["middle", "results", "piece"],
+)
+def test_the_results_are_the_graphs(
+    make: Callable[..., Any], forms: Any, calls: tuple[str, ...], n: int
+) -> None:
+    module = graph_of(make, *forms)
+    assert program_of(module).calls == calls
+    ins = [torch.randn(n, *dims) for *dims, _ in forms]
+    got = run_native(module, n, ins)
+    assert got is not None
+    for a, b in zip(got, module(n, *ins), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "target", [aten.bernoulli.default, aten.erf.default], ids=["random", "nothing that C knows"]
+)
+def test_kernels_that_stay_pythons(target: Any) -> None:
+    made = make_program(graph_of(lambda g, x: [call(g, target, x)], (3, F32)), ())
+    assert made == str(target)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        scores = torch.softmax(self.q(x) @ self.k(h).transpose(-1, -2) * 0.4, -1)
+        return torch.tanh(self.out(scores @ h)) * torch.sigmoid(x) + h
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Attention()
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, xs: list[Tensor]) -> Tensor:
+        h = torch.zeros_like(xs[0])
+        for x in xs:
+            h = self.cell(x, h)
+        return h
+
+
+def data() -> list[list[Tensor]]:
+    return [[torch.randn(4, 6) for _ in range(n)] for n in (3, 1, 5, 2)]
+
+
+def test_values_and_gradients_are_the_loops() -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    check_equal(model, data())
+
+
+def test_half_known_kernels_are_native() -> None:
+    minibatch = fxbatch.compile_minibatch(Chain(), data())
+    cells = [op for op in minibatch.operations if op.signature.name == "cell"]
+    assert all(op.native_forward is not None and op.native_backward is not None for op in cells[1:])
+    for cell in cells:
+        assert cell.native_forward is not None and cell.native_forward.calls == ("aten.bmm.default",) * 2
+        assert "forward: torch's aten.bmm.default" in cell.not_native
+
+
+def calling(function: Callable[[Any], object]) -> tuple[Any, np.ndarray, list[Tensor]]:
+    """A program that calls a function between two instructions, and its memory."""
+    module = graph_of(joined, (6, F32), (3, F32))
+    made = program_of(module)
+    assert isinstance(made, NativeProgram)
+    program = extension.Program(made.bases, made.instructions, records(Source, ()), made.views, (function,))
+    tensors = [torch.randn(SAMPLES[0], 6), torch.randn(SAMPLES[0], 3), torch.zeros(SAMPLES[0], 9)]
+    memory = np.array([(t.data_ptr(), t.nbytes) for t in tensors], dtype=np.int64)
+    return program, memory, tensors
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
+def test_what_a_call_raises_is_raised(error: BaseException) -> None:
+    def function(tensors: Any) -> None:
+        raise error
+
+    program, memory, _ = calling(function)
+    with pytest.raises(type(error)):
+        ran(program, extension.Room(), SAMPLES[0], memory)
+
+
+def test_a_call_may_run_programs_and_threads() -> None:
+    """Of the same room: they don't run, and Python runs their kernels."""
+    room, seen = extension.Room(), []
+
+    def function(tensors: Any) -> None:
+        seen.append(ran(program, room, SAMPLES[0], memory))
+        other = threading.Thread(target=lambda: seen.append(ran(known, extension.Room(), 2, given)))
+        other.start()
+        other.join()
+        torch.cumsum(tensors[0], 1, out=tensors[1])
+
+    made = program_of(graph_of(lambda g, x: [call(g, aten.exp.default, x)], (3, F32)))
+    known = extension.Program(made.bases, made.instructions, records(Source, ()))
+    x, y = torch.ones(2, 3), torch.zeros(2, 3)
+    given = np.array([(t.data_ptr(), t.nbytes) for t in (x, y)], dtype=np.int64)
+    program, memory, (a, b, out) = calling(function)
+    assert ran(program, room, SAMPLES[0], memory) and seen == [False, True]
+    torch.testing.assert_close(out, torch.cat([torch.cumsum(a, 1), -b], 1))
+    torch.testing.assert_close(y, x.exp())
+
+
+def test_views_outside_of_their_memory_are_refused() -> None:
+    made = program_of(graph_of(middle, (3, 4, F32), (5, 4, F32)))
+    refused = 0
+    for name in ("base", "offset", "type", "rank"):
+        for value in (-1, 1 << 20, 1 << 40):
+            views = made.views.copy()
+            views[name][0] = value
+            with pytest.raises(ValueError, match="view"):
+                extension.Program(made.bases, made.instructions, records(Source, ()), views, made.functions)
+            refused += 1
+    for name in ("per_row", "rest", "stride"):
+        views = made.views.copy()
+        views["dimensions"][name][0, 0] = 1 << 20
+        with pytest.raises(ValueError):
+            extension.Program(made.bases, made.instructions, records(Source, ()), views, made.functions)
+    for functions, views in (((), made.views), (made.functions, made.views[:-1])):
+        with pytest.raises(ValueError):
+            extension.Program(made.bases, made.instructions, records(Source, ()), views, functions)
+    assert refused == 12
