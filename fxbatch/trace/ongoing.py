@@ -30,6 +30,7 @@ from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.held import Held
 from fxbatch.trace.minibatch import Execution, Recording, Statistics, Turns, refuse_foreign_values
 from fxbatch.trace.module_changes import are_unchanged, states_of
+from fxbatch.trace.module_state import known_model
 from fxbatch.trace.objects import has_attributes, leaves_of
 from fxbatch.trace.places import first_changed, written_to
 from fxbatch.trace.record import Recorder
@@ -87,6 +88,8 @@ class OngoingRecording(Turns, Generic[Ticket]):
         strided = [t for _, t, _ in recorder.operands if t.layout is torch.strided]
         self.tensors, self.places = strided, [t.data_ptr() for t in strided]
         self.weights = [x for x in recorder.operands if isinstance(x[1], torch.nn.Parameter)]
+        known = known_model(table, roots[0] if roots else None)
+        self.reads = [*(known.places or ()), *known.reads.items]
         self.patches = patched()
         self.patches.__enter__()
         quicken(recorder.knowledge.modules.classes)
@@ -161,10 +164,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
         """What of the model is not as it was when the recording began: "" for nothing."""
         if written_to(self.weights) is not None or [t.data_ptr() for t in self.tensors] != self.places:
             return WEIGHTS
-        knowledge = self.recorder.knowledge
-        if knowledge.places is None:
-            knowledge.note_places()
-        changed = first_changed(knowledge.places or [], far=False)
+        changed = None if self.changes.first_set() else first_changed(self.reads, far=False)
         if changed is not None:
             return WEIGHTS if changed.name == "_parameters" else "attributes, hooks or modules of the model"
         written = written_to(self.recorder.operands) is not None

@@ -182,11 +182,12 @@ class Changing(nn.Module):
         torch.manual_seed(0)
         self.part, self.drop, self.cell = Scaled(), nn.Dropout(0.5), nn.GRUCell(8, 8)
         self.register_buffer("shift", torch.zeros(8))
+        self.scale = 1.0
 
     @fxbatch.autobatch
     def forward(self, h: Tensor, steps: int) -> Tensor:
         for _ in range(steps):
-            h = self.cell(self.drop(self.part(h)) + self.shift, h)
+            h = self.cell(self.drop(self.part(h)) * self.scale + self.shift, h)
             if float(h.sum()) > 1e9:
                 break
         return h
@@ -197,6 +198,7 @@ CHANGES: dict[str, Callable[[Changing], object]] = {
     "hook": lambda model: model.part.register_forward_hook(lambda _module, _inputs, y: -y),
     "pre-hook": lambda model: model.cell.register_forward_pre_hook(lambda _module, x: (-x[0], x[1])),
     "attribute": lambda model: setattr(model.part, "scale", -2.0),
+    "attribute of its own": lambda model: setattr(model, "scale", -2.0),
     "module": lambda model: setattr(model, "part", nn.Linear(8, 8)),
     "buffer, another": lambda model: setattr(model, "shift", torch.ones(8)),
     "default dtype": lambda _: torch.set_default_dtype(torch.float64),
@@ -228,6 +230,58 @@ def test_whatever_is_changed_while_a_request_runs_counts_for_those_after_it(
         assert not endless.done() and endless.cancel()
         until(lambda: server.stats().running == 0)
         assert server.stats().looped == 0
+
+
+class Summing(nn.Module):
+    """Adds up what differs where an attribute does, and waits after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 1.0
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor, steps: int) -> Tensor:
+        total = torch.zeros(4)
+        for _ in range(steps):
+            total = total + self.linear(x) * self.scale
+            if float(total.sum()) > 1e9:
+                break
+        return total
+
+
+def test_a_request_sees_one_value_of_an_attribute() -> None:
+    """Also where the forward itself reads it, in each of its steps."""
+    model, x = Summing().eval(), torch.ones(4)
+    with fxbatch.live(model) as server:
+        server.submit(x, 3).result(60)
+        running = server.submit(x, 3000)
+        until(lambda: server.stats().phases > 20)
+        model.scale = -2.0
+        assert not running.done()
+        torch.testing.assert_close(running.result(60), alone(model, x, 3000), rtol=1e-3, atol=1e-3)
+
+
+class Numbering(nn.Module):
+    """Counts its calls, and never waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    @fxbatch.autobatch
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x) * (self.calls > 0)
+
+
+@pytest.mark.usefixtures("loops")
+def test_what_a_forward_itself_sets_is_no_change_by_others() -> None:
+    model = Numbering().eval()
+    with fxbatch.live(model) as server:
+        for _ in range(3):
+            for future in [server.submit(torch.ones(4)) for _ in range(5)]:
+                torch.testing.assert_close(future.result(60), model.linear(torch.ones(4)).detach())
+        assert (model.calls, server.stats().looped) == (15, 0)
 
 
 class Counting(nn.Module):
