@@ -29,7 +29,7 @@ FAULTS = (RuntimeError("injected"), KeyboardInterrupt(), torch.OutOfMemoryError(
 OF_MEMORY = ("build_operation", "emit_kernel", "Pool.take", "run_on_fakes")  # treat those of memory otherwise
 
 # module, what in it, and at which of its calls the fault comes
-IN_PYTHON = ("StepViews._source", "Backward._step")  # on the path where steps don't run native
+IN_PYTHON = ("StepViews._source", "Backward._one")  # on the path where steps don't run native
 POINTS = (
     ("fxbatch.trace.arguments", "run_on_fakes", 0),
     ("fxbatch.trace.recorded_calls", "RecordedCalls.pending_program", 0),
@@ -40,11 +40,11 @@ POINTS = (
     ("fxbatch.runtime.autograd", "differentiable_inputs", 0),
     ("fxbatch.runtime.pool", "Pool.take", 1),
     ("fxbatch.runtime.backward", "plan_gradients", 0),
-    ("fxbatch.runtime.forward", "forward_steps", 0),
-    ("fxbatch.runtime.backward", "backward_steps", 0),
+    ("fxbatch.runtime.forward", "native_steps_of", 0),
+    ("fxbatch.runtime.backward", "native_steps_of", 0),
     ("fxbatch.runtime.forward", "StepViews._source", 0),
     ("fxbatch.runtime.memory", "GradientRows._clear", 0),
-    ("fxbatch.runtime.backward", "Backward._step", 1),
+    ("fxbatch.runtime.backward", "Backward._one", 1),
     ("fxbatch.runtime.backward", "add_parameter_gradients", 0),
 )
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Operation, Signature, TensorSpec
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.operation_cache import OperationCache
@@ -146,19 +145,6 @@ def test_waiting_models_with_ever_new_shapes_do_not_fill_the_pool() -> None:
         wait([torch.ones(1000 + k), -torch.ones(1000 + k)])
         sizes.append(engine.pool.bytes)
     assert max(sizes) <= 3 * sizes[0]
-
-
-def test_a_workspace_has_rows_of_a_group_and_type_once() -> None:
-    workspace, kind = Workspace(), rows_of(3)
-    first = workspace.rows(0, kind, 4)
-    assert workspace.rows(0, kind, 4) is first and workspace.rows(0, kind, 2).data_ptr() == first.data_ptr()
-    assert workspace.rows(1, kind, 4).data_ptr() != first.data_ptr(), "a step's groups lie apart"
-    assert workspace.rows(0, kind, 50).shape == (50, 3)
-    for n in range(2000):
-        workspace.rows(0, rows_of(n), 1)
-    assert len(workspace._rows) <= 513
-    workspace.clear()
-    assert not workspace._rows
 
 
 def test_operations_that_were_not_used_for_the_longest_time_go_first() -> None:
