@@ -71,7 +71,7 @@ def native(
     outs: Sequence[torch.Tensor],
 ) -> Callable[[], object]:
     """The native program of a kernel on given memory; nothing where it has none."""
-    step = make_step("cell", module, kernel, shared, ())
+    step = make_step("cell", module, shared, ())
     if isinstance(step, str):
         return lambda: None
     memory = array("q", [x for t in (*inputs, *shared, *outs) for x in (t.data_ptr(), t.nbytes)])

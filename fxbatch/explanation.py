@@ -35,7 +35,7 @@ class OperationRow:
         batched: False where it runs call by call.
         compiled: what `compile=` made of it, or why nothing; "" without `compile=`.
         compile_seconds: how long that took.
-        python: what of it runs in Python although `native=True`, and why.
+        python: what of it runs in Python or calls torch although `native=True`, and why.
     """
 
     operation: str
@@ -312,7 +312,7 @@ class Explanation:
             lines += [f"kept for structures that come again: {kinds} (about {self.kept_bytes / 1e6:.1f} MB)"]
         if self.products:
             lines += [f"products: {self.products}"]
-        lines += [f"in Python: {row.signature}: {row.python}" for row in self.operations if row.python]
+        lines += [f"not in C: {row.signature}: {row.python}" for row in self.operations if row.python]
         return lines + described()
 
     def __str__(self) -> str:

@@ -96,7 +96,11 @@ class Server:
     `submit(...)` gives the future result of one instance, `await server(...)` the result in an event loop.
     `update(change)` calls `change()` between requests, `stats()` counts, `explain()` says how requests are served.
 
-    Arguments: see `live`.
+    Arguments:
+        target: a decorated model, method or function, as `live` takes it.
+        max_batch: how many requests run at a time.
+        max_wait: seconds that a request waits for others.
+        max_queue: how many requests may wait to begin.
 
     Example:
         >>> server = fxbatch.live(model).start()

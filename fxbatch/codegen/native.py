@@ -27,9 +27,9 @@ if extension is not None:
     extension.set_products(product_address())
     extension.set_threads(*thread_addresses())
     extension.set_plain(PLAIN_TENSORS)
-_CALLS = extension is not None and extension.set_exchange(
-    getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-)
+# Whether native programs can call torch: by DLPack's C exchange interface.
+_interface = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+CALLS: bool = extension is not None and extension.set_exchange(_interface)
 
 
 def use_loops(level: str) -> str:
@@ -52,11 +52,6 @@ if extension is not None and "FXBATCH_LOOPS" in os.environ:
 def available() -> str:
     """Why nothing runs native, or "" where it does."""
     return "" if extension is not None else "the extension fxbatch.codegen._native was not built"
-
-
-def callable_by_c() -> bool:
-    """Whether native programs can call torch: by DLPack's C exchange interface."""
-    return bool(_CALLS)
 
 
 def _nowhere(tensor: torch.Tensor, size: int) -> int | None:

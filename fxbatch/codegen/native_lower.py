@@ -24,7 +24,7 @@ from torch import fx
 
 from fxbatch.codegen import native_calls as calls
 from fxbatch.codegen.kernel import call_alone, find_prepared
-from fxbatch.codegen.native import callable_by_c
+from fxbatch.codegen.native import CALLS
 from fxbatch.codegen.native_calls import CODES, Pointwise, pointwise
 from fxbatch.codegen.native_layouts import (
     DTYPES,
@@ -311,24 +311,17 @@ class Lowering:
         """A call that C has no instruction for is torch's, of what lies in the program's memory."""
         results = [node] if is_tensor(node) else [x for x in node.users if x.target is operator.getitem]
         readable = all(is_tensor(x) for x in (*node.all_input_nodes, *results))
-        need(
-            callable_by_c() and not self.adding and readable and bool(results) and not is_random(node), reason
-        )
-        read = [_in_memory(self, self.span(x)) for x in node.all_input_nodes]
-        self.torch(
-            f"{node.target}",
-            call_alone(node, results),
-            [*read, *map(self.target, results)],
-            len(results),
-            reason,
-        )
+        need(readable and bool(results) and not is_random(node), reason)
+        spans = [_in_memory(self, self.span(x)) for x in node.all_input_nodes]
+        spans += [*map(self.target, results)]
+        self.give_to_torch(f"{node.target}", call_alone(node, results), spans, len(results), reason)
 
-    def torch(
+    def give_to_torch(
         self, name: str, function: Callable[..., object], spans: Sequence[Span], results: int, reason: str
     ) -> None:
         """An instruction that gives these to a function of torch's, which writes to the last `results` of them."""
         # What no row needs Python's kernel runs once a run.
-        need(callable_by_c() and not self.adding and self.node not in self.first, reason)
+        need(CALLS and not self.adding and self.node not in self.first, reason)
         need(all(x.base >= 0 and len(x.shape) <= MOST_RANK for x in spans), reason)
         fields = {"views": len(self.views), "view_count": len(spans), "results": results}
         self.items.append(Instruction(CODES["CALL"], 1, 0, 1, UNUSED, number=len(self.calls), **fields))
@@ -359,7 +352,7 @@ class Lowering:
         try:
             self.loops(out, [as_number(source, out.dtype)], call.name, 0.0)
         except NotNative as reason:
-            self.torch("copy", _copied, [source, out], 1, str(reason))
+            self.give_to_torch("copy", _copied, [source, out], 1, str(reason))
 
     def pointwise(self, out: Span, call: Pointwise) -> None:
         """A pointwise call, as one loop or a few."""

@@ -1,8 +1,9 @@
 """Native programs of an operation's kernels, with where each of their inputs comes from.
 
-In: OperationGraphs and their kernels. Out: a NativeStep a kernel, or the reason why it has none.
+In: OperationGraphs. Out: a NativeStep for one of them, or the reason why it has none.
 
-    step = forward_step(graphs, kept, kernel, shared)     # NativeStep, or "aten.bmm.default"
+    sources = sources_of(graphs, kept, "forward")
+    step = make_step("cell", graphs.forward, shared, sources)     # NativeStep, or "aten.bernoulli.default"
     step.program                                          # runs in `_native.c`
 """
 
@@ -15,8 +16,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen import products
-from fxbatch.codegen.build_operation import OperationGraphs, Ref
-from fxbatch.codegen.kernel import Kernel
+from fxbatch.codegen.build_operation import OperationGraphs
 from fxbatch.codegen.native import available, extension
 from fxbatch.codegen.native_lower import make_program, records
 from fxbatch.codegen.native_table import Memory, Origin, Source
@@ -44,18 +44,15 @@ class NativeStep:
 def make_step(
     name: str,
     module: fx.GraphModule,
-    kernel: object,
     shared: Sequence[torch.Tensor],
     sources: Sequence[Source],
     *,
     sums: bool = False,
 ) -> NativeStep | str:
-    """The step of a kernel whose first inputs come from `sources` and whose last are `shared`. sums: its results may be
+    """The step of a graph whose first inputs come from `sources` and whose last are `shared`. sums: its results may be
     added to those of another."""
     if reason := available():
         return reason
-    if not isinstance(kernel, Kernel):
-        return "compiled otherwise"
     new_program = make_program(module, shared)
     if isinstance(new_program, str):
         return new_program
@@ -77,41 +74,23 @@ def make_step(
     return NativeStep(name, program, forms, tuple(sizes), adding, new_program.calls)
 
 
-def forward_step(
-    graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
-) -> NativeStep | str:
-    """The forward: gathered groups and shared operands in."""
-    sources = [_group(graphs, kept_groups, g) for g in range(len(graphs.layout.groups))]
-    return make_step(graphs.signature.name, graphs.forward, kernel, shared, sources)
-
-
-def backward_step(
-    graphs: OperationGraphs, kept_groups: tuple[int, ...], kernel: object, shared: Sequence[torch.Tensor]
-) -> NativeStep | str:
-    """The backward: gradients of outputs, what forward kept, and shared operands in."""
-    if graphs.backward is None:
-        return "no gradients"
+def sources_of(graphs: OperationGraphs, kept_groups: tuple[int, ...], part: str) -> list[Source]:
+    """Where a graph finds its inputs before the shared operands: the forward, gathered groups; the backward, gradients
+    of outputs, and what forward left; that of parameters is given rows of all steps."""
+    if part == "forward":
+        return [_group(graphs, kept_groups, g) for g in range(len(graphs.layout.groups))]
+    if part == "parameters":
+        return []
     gradients = [Source()] * len(graphs.grad_outputs)  # where these are the plan says
-    refs = [_source(graphs, kept_groups, ref) for ref in graphs.backward_inputs]
-    return make_step(graphs.signature.name, graphs.backward, kernel, shared, [*gradients, *refs])
-
-
-def parameters_step(
-    graphs: OperationGraphs, kernel: object, shared: Sequence[torch.Tensor]
-) -> NativeStep | str:
-    """The gradients of parameters: rows of all steps, and shared operands in."""
-    if graphs.parameters is None:
-        return "no gradients"
-    return make_step(graphs.signature.name, graphs.parameters, kernel, shared, (), sums=True)
+    return gradients + [
+        _group(graphs, kept_groups, ref.index)
+        if ref.kind == "group"
+        else Source(_ORIGINS[ref.kind], ref.index)
+        for ref in graphs.backward_inputs
+    ]
 
 
 def _group(graphs: OperationGraphs, kept_groups: tuple[int, ...], group: int) -> Source:
     position = kept_groups.index(group) if group in kept_groups else -1
     copied = position >= 0 and graphs.in_parameters(group)
     return Source(Origin.GROUP, group, position, int(copied), len(graphs.layout.groups[group]))
-
-
-def _source(graphs: OperationGraphs, kept_groups: tuple[int, ...], ref: Ref) -> Source:
-    if ref.kind == "group":
-        return _group(graphs, kept_groups, ref.index)
-    return Source(_ORIGINS[ref.kind], ref.index)

@@ -30,7 +30,7 @@ from fxbatch.codegen.inductor import (
     try_to_compile,
 )
 from fxbatch.codegen.kernel import Kernel, emit_kernel
-from fxbatch.codegen.native_programs import NativeStep, backward_step, forward_step, parameters_step
+from fxbatch.codegen.native_programs import NativeStep, make_step, sources_of
 from fxbatch.codegen.operation_graphs import Large
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function, row_functions
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
@@ -256,22 +256,19 @@ def _emit(
     """The kernels of an operation's graphs: emitted, compiled where that was asked for and works, native otherwise."""
     read = (*graphs.backward_inputs, *graphs.parameter_inputs)
     groups = tuple(sorted({r.index for r in read if r.kind == "group"}))
-    programs = {
-        "forward": lambda kernel: forward_step(graphs, groups, kernel, shared),
-        "backward": lambda kernel: backward_step(graphs, groups, kernel, shared),
-        "parameters": lambda kernel: parameters_step(graphs, kernel, shared),
-    }
     kernels: dict[str, Kernel | CompiledGraph] = {}
     steps: dict[str, NativeStep] = {}
     not_native: list[str] = [] if native else ["switched off"]
     compiled: list[CompiledGraph] = []
     uncompiled: list[str] = []
-    for name, make_program in programs.items():
+    for name in ("forward", "backward", "parameters"):
         module: fx.GraphModule | None = getattr(graphs, name)
         if module is None:
             continue
         kernel = kernels[name] = emit_kernel(module)
-        step = make_program(kernel) if native and (compile is None or compile.rest) else "compiled otherwise"
+        sources, sums = sources_of(graphs, groups, name), name == "parameters"
+        lower = functools.partial(make_step, signature.name, module, shared, sources, sums=sums)
+        step = lower() if native and (compile is None or compile.rest) else "compiled otherwise"
         if compile is not None and (not isinstance(step, NativeStep) or step.calls):
             label = f"{signature.name}: {name}"
             compiled_graph = try_to_compile(module, kernel, compile, shared, name=label, random=graphs.random)
@@ -281,7 +278,7 @@ def _emit(
                 step = step.calls[0] if isinstance(step, NativeStep) else step
             else:
                 uncompiled.append(f"{name}: {compiled_graph}")
-                step = make_program(kernel) if native else step
+                step = lower() if native else step
         if isinstance(step, NativeStep):
             steps[name] = step
             not_native += [f"{name}: torch's {call}" for call in dict.fromkeys(step.calls)]

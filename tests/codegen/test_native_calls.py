@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.codegen.native import callable_by_c, extension
+from fxbatch.codegen.native import CALLS, extension
 from fxbatch.codegen.native_lower import NativeProgram, make_program, records
 from fxbatch.codegen.native_table import Source
 from fxbatch.codegen.operation_graphs import add_call
@@ -21,9 +21,7 @@ from tests.codegen.test_native import SAMPLES, graph_of, program_of, ran, run_na
 from tests.oracle import check_equal
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(
-    extension is None or not callable_by_c(), reason="the extension was not built, or can't call torch"
-)
+pytestmark = pytest.mark.skipif(not CALLS, reason="the extension was not built, or can't call torch")
 F32 = torch.float32
 
 

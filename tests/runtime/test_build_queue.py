@@ -220,7 +220,7 @@ def builds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def decorated(model: nn.Module, **options: Any) -> Any:
-    return fxbatch.autobatch(**options)(model.forward)
+    return fxbatch.autobatch(**{"fuse": False, **options})(model.forward)
 
 
 def test_a_minibatch_builds_for_so_many_seconds(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
