@@ -73,6 +73,8 @@ class OngoingRecording(Turns, Generic[Ticket]):
     ) -> None:
         """new_execution: gives the state of a new run, which has `real(results)`: results with real tensors in place of
         values. slots: how many instances there may be at a time. statistics: where waits are counted."""
+        known = known_model(table, roots[0] if roots else None)
+        self.reads = [*(known.places or ()), *known.reads.items]
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.copies, recorder.watches_operands = {}, True
         self.execution: Any
@@ -88,8 +90,6 @@ class OngoingRecording(Turns, Generic[Ticket]):
         strided = [t for _, t, _ in recorder.operands if t.layout is torch.strided]
         self.tensors, self.places = strided, [t.data_ptr() for t in strided]
         self.weights = [x for x in recorder.operands if isinstance(x[1], torch.nn.Parameter)]
-        known = known_model(table, roots[0] if roots else None)
-        self.reads = [*(known.places or ()), *known.reads.items]
         self.patches = patched()
         self.patches.__enter__()
         quicken(recorder.knowledge.modules.classes)
