@@ -111,7 +111,7 @@ def batch_body(
     zeros: Sequence[tuple[bool, int]] = (),
     recordings: int = 3,
 ) -> Joint:
-    """Record the joint calls at one, two or three numbers of rows and make one graph of them.
+    """Record the joint calls at one (of tensors on "meta"), two or three numbers of rows and make one graph of them.
 
     `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them. `recordings`:
     of three, the last has to give the same graph as the others; three are made where random numbers keep the graphs
@@ -122,7 +122,7 @@ def batch_body(
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
-    forms = mode if device is None else None
+    forms, recordings = (mode, max(recordings, 2)) if device is None else (None, 1)
     recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
     for n in (sizes[1], sizes[0], sizes[2]):
         if len(recorded) < recordings or recorded[sizes[1]][0].random:
@@ -139,10 +139,12 @@ def batch_body(
 
 
 def _only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device of all tensors of an operation; None where there are several, or autocast chooses types by it."""
+    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it, or
+    where numbers are drawn, as nothing is compared then."""
     devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
     dense = all(x.layout is torch.strided for x in shared)
-    return devices.pop() if len(devices) == 1 and dense and not signature.modes.autocast else None
+    by_form = dense and not signature.modes.autocast and not signature.operation.random
+    return devices.pop() if len(devices) == 1 and by_form else None
 
 
 def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:

@@ -101,7 +101,9 @@ def test_a_step_of_many_calls_asks_autograd_once_and_its_parameters_hooks_run_on
     loss = sum(y.sum() for y in model(data))
     assert isinstance(loss, Tensor)
     loss.backward()
-    assert 0 < len(asked) <= steps and max(asked) == 10, "two outputs of five calls"
+    assert 0 < len(asked) <= steps and max(asked) > 5 and not any(n % 5 for n in asked), (
+        "outputs of five calls"
+    )
     assert heard == [torch.Size([3])], "given once, with the whole gradient"
 
 

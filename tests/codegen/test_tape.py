@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,3 +98,17 @@ def test_random_calls_have_to_agree_at_a_third_number_of_rows(monkeypatch: pytes
         graphs, _ = build(function, [torch.randn(4)])
         assert not isinstance(graphs, Unbatched), graphs
         assert len(set(counted)) == times and counted[0] > 10 * min(counted[1:] or [1]), "far apart"
+
+
+def test_what_is_recorded_once() -> None:
+    """On tensors on "meta" alone, where these say all: not of random numbers, autocast, several devices."""
+    graphs, _ = build(torch.matmul, [torch.randn(3, 4), torch.randn(4, 2)])
+    assert not isinstance(graphs, Unbatched), graphs
+    signature = graphs.signature
+    assert batch._only_device(signature, ()) == torch.device("cpu")
+    assert batch._only_device(signature, [torch.empty(2, device="meta")]) is None
+    assert batch._only_device(signature, [torch.eye(2).to_sparse()]) is None
+    draws = replace(signature, operation=replace(signature.operation, random=True))
+    assert batch._only_device(draws, ()) is None
+    cast = replace(signature, modes=replace(signature.modes, autocast=(("cpu", torch.bfloat16),)))
+    assert batch._only_device(cast, ()) is None
