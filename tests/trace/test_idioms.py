@@ -173,17 +173,23 @@ def test_a_write_or_wait_costs_the_same_after_many_as_after_few(form: Callable[[
     assert abs(late - early) <= 0.05 * early + FEW, (early, late)
 
 
-@pytest.mark.parametrize("form", [adds_to_a_total, fills_rows, adds_to_rows, scales])
-def test_writes_that_were_met_take_the_short_way(
-    form: Callable[[Any, Tensor], Any], recorded_by: str
-) -> None:
-    """One long call an instance, the first write to a real tensor, and as many a minibatch as there are rows."""
+def long_calls_of(form: Callable[[Any, Tensor], Any]) -> list[int]:
+    """The long calls of each of four minibatches of eight instances."""
     model, table, counts = Sequences(form), SignatureTable(), []
     for _ in range(4):
         batch = [((model, torch.randn(6, 4)), {}) for _ in range(8)]
         recording = record_minibatch(form, batch, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
         recording.pending_program(recording.output_ids())
         counts.append(recording.recorder.long_calls)
+    return counts
+
+
+@pytest.mark.parametrize("form", [adds_to_a_total, fills_rows, adds_to_rows, scales])
+def test_writes_that_were_met_take_the_short_way(
+    form: Callable[[Any, Tensor], Any], recorded_by: str
+) -> None:
+    """One long call an instance, the first write to a real tensor, and as many a minibatch as there are rows."""
+    counts = long_calls_of(form)
     assert recorded_by == "python" or max(counts[2:]) <= 2 * 8, counts
 
 
@@ -223,12 +229,7 @@ def test_views_of_parameters_equal_the_loop(form: Callable[[Any, Tensor], Any]) 
 
 @pytest.mark.parametrize("form", [by_transposes, by_slices])
 def test_views_that_were_met_take_the_short_way(form: Callable[[Any, Tensor], Any], recorded_by: str) -> None:
-    model, table, counts = Sequences(form), SignatureTable(), []
-    for _ in range(4):
-        batch = [((model, torch.randn(6, 4)), {}) for _ in range(8)]
-        recording = record_minibatch(form, batch, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
-        recording.pending_program(recording.output_ids())
-        counts.append(recording.recorder.long_calls)
+    counts = long_calls_of(form)
     assert recorded_by == "python" or max(counts[2:]) == 0, counts
 
 
