@@ -217,8 +217,8 @@ def _whole(model: Any, args: Sequence[Any]) -> Explanation | None:
 
 
 def _runs_native(phases: Sequence[Phase]) -> bool:
-    made = [compiled for phase in phases for compiled in phase.compiled if compiled is not None]
-    return any(compiled.native_forward is not None for compiled in made)
+    called = [phase.compiled[s] for phase in phases for s in set(phase.plan.step_signature.tolist())]
+    return any(compiled is not None and compiled.native_forward is not None for compiled in called)
 
 
 def explain(model: Any, *args: Any, **options: Any) -> Explanation:

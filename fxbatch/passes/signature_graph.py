@@ -146,13 +146,13 @@ def _walk(
     sig: Shorts, inputs: Ints, slot: Ints, out: Ints, earlier: Int, before: WrittenShorts
 ) -> tuple[np.ndarray, np.ndarray, bytes, np.ndarray | None]:
     """Calls of each signature, the longest chains of them, whether there are any, and the pairs slot * outputs + output
-    that occur, ascending; None where a table of all that may would be too large."""
+    that occur, ascending; None where a table of all that may would be too large, or takes longer than a search."""
     at = 0
     values = 0
     signatures = slot.shape[0] - 1
     outs = out[signatures]
     places = slot[signatures] * outs
-    dense = places <= _DENSE_LIMIT
+    dense = places <= _DENSE_LIMIT and places <= 256 * inputs.shape[0]
     columns = np.zeros(2 * signatures, dtype=np.int64)
     marks = np.zeros(signatures + (places if dense else 0), dtype=np.uint8)
     counts: Written = columns
@@ -228,7 +228,7 @@ def _source_calls(sig: Shorts, width: Ints, inputs: Ints, earlier: Int, out: Wri
 
 
 def _find_pairs(program: Program) -> np.ndarray:
-    """The pairs of a program of so many signatures that a table of all would be too large."""
+    """The pairs of a program, by sorting those of its calls."""
     computed = program.inputs >= program.known
     output = program.output_of_value[program.inputs[computed] - program.known]
     arity = program.arity[program.sig]

@@ -161,9 +161,10 @@ def put_steps(
         _copy(to, 3 * row_of[i], at, 3 * array[i], 3)
     for part in table.parts:
         operation = part.operation
-        if not _put_operands(
-            to, 3, part.shared, operands[operation.signature], part.step.shared_bytes, asked
-        ):
+        tensors = operands.get(operation.signature)
+        if tensors is None:  # a signature without calls
+            continue
+        if not _put_operands(to, 3, part.shared, tensors, part.step.shared_bytes, asked):
             refused.append(part.s)
         elif written is not None and operation in written.first_of:
             at = written.places.reshape(-1)

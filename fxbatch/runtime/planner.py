@@ -176,8 +176,7 @@ class Planner:
 
     def take_rows_first(self, program: Program) -> Program:
         """The program in which packed calls of which rows are read one by one are calls of these rows."""
-        rewrite = self.rewrites.passes["unstack_rows"]
-        return rewrite(program)
+        return self.rewrites.passes["unstack_rows"](program)
 
     def prepare(self, program: Program) -> tuple[Program, Schedule]:
         """Rewrites before scheduling, then the schedule."""
@@ -191,15 +190,23 @@ class Planner:
             "family",
             (facts.graph, facts.present, grad),  # a graph is of one tuple of signatures
             lambda: Family(program, facts.counts.tolist(), grad=grad),
-            HELD * len(program.signatures),
+            HELD * sum(facts.present),
         )
+
+    def all_met(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> OperationSet:
+        """The set of these operations, None for signatures without calls, and of those that such signatures had in
+        programs before it: each phase calls others, and all phases have one set, which is made once."""
+        met: list[CompiledOperation | None] = self.structures.get(
+            "met", program.columns, lambda: [None] * len(compiled), 8 * len(compiled)
+        )
+        met[:] = [before if c is None else c for c, before in zip(compiled, met, strict=True)]
+        return self.operation_set(program, tuple(met))
 
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
         """The one object for these operations of a program's signatures."""
         key = (program.signatures, compiled)
-        return self.structures.get(
-            "operations", key, lambda: OperationSet.of(program, compiled), 2 * HELD * len(compiled)
-        )
+        size = 2 * HELD * sum(survey(program).present)
+        return self.structures.get("operations", key, lambda: OperationSet.of(program, compiled), size)
 
     def schedule(self, program: Program) -> Schedule:
         """The steps of a program, by the policy of the options."""
@@ -230,5 +237,5 @@ class Planner:
         operations = tuple(compiled)
         key = operations, reached.tobytes()
         return self.structures.get(
-            "backward", key, lambda: BackwardNeeds.of(operations, reached), HELD * len(operations)
+            "backward", key, lambda: BackwardNeeds.of(operations, reached), HELD * int(reached.sum())
         )

@@ -100,7 +100,7 @@ class PointerTable:
     ) -> Filled:
         """`fill` in a run of several phases: what was filled before where all is where it was. `places` is the very
         array as long as nothing has moved."""
-        tensors = [t for part in self.parts for t in operands[part.operation.signature]]
+        tensors = [t for part in self.parts for t in operands.get(part.operation.signature, ())]
         if not all(type(t) in PLAIN_TENSORS for t in tensors):
             return self.fill(places, operands, {})
         shared = [t.data_ptr() for t in tensors]

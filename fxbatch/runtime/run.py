@@ -193,10 +193,7 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        if self.watched:
-            with shown_modes():
-                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        else:
+        with shown_modes() if self.watched else nullcontext():
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         self.value_row, self.value_type, self.value_needs = self.memory.columns_of_values(phase.whole_plan)
         if self.lasting and self.grad:
@@ -206,7 +203,8 @@ class Run:
     def read_back(self, phases: Sequence[Phase]) -> list[torch.Tensor]:
         """Buffers and frozen parameters that backward reads: it raises torch's own error where they were written to."""
         shared = self.memory.shared
-        return [shared[signature][i] for phase in phases for signature, i in phase.operations.read_back]
+        sets = dict.fromkeys(phase.operations for phase in phases)
+        return [shared[signature][i] for s in sets for signature, i in s.read_back if signature in shared]
 
     def _template(self, program: Program) -> FamilyTemplate:
         """Who needs gradients in a program, and its compiled operations; the shared operands are noted."""
@@ -243,24 +241,16 @@ class Run:
         known_needs: np.ndarray | None,
     ) -> FamilyTemplate:
         shared = self.memory.shared
-        shared_needs: list[tuple[bool, ...]] = []
+        shared_needs = [(False,) * len(signature.shared) for signature in program.signatures]
         for s, signature in enumerate(program.signatures):
             if self.grad and family.present[s] and signature.modes.grad:
-                shared_needs.append(tuple(t.requires_grad for t in shared[signature]))
-            else:
-                shared_needs.append((False,) * len(signature.shared))
-        needs = find_needs(
-            program,
-            [any(x) for x in shared_needs],
-            dict.fromkeys(constants, True),
-            known_needs=known_needs,
-        )
-        counts = survey(program).counts.tolist()
-        late = self.planner.late(program.signatures, counts)
+                shared_needs[s] = tuple(t.requires_grad for t in shared[signature])
+        trained = [any(x) for x in shared_needs]
+        needs = find_needs(program, trained, dict.fromkeys(constants, True), known_needs=known_needs)
+        counts = survey(program).counts
+        late = self.planner.late(program.signatures, counts.tolist())
         operations: list[CompiledOperation | None] = [None] * len(program.signatures)
-        for s in sorted(
-            range(len(operations)), key=lambda s: -counts[s]
-        ):  # those with the most calls are built first
+        for s in np.argsort(-counts, kind="stable").tolist():  # those with the most calls are built first
             if family.present[s]:
                 signature = program.signatures[s]
                 operations[s] = self.planner.compiled(
@@ -269,12 +259,11 @@ class Run:
                     shared[signature],
                     self.grad,
                     late=s in late,
-                    calls=counts[s],
+                    calls=counts.item(s),
                 )
         family.settled = not any(x is not None and x.is_late for x in operations)
-        compiled = tuple(operations)
-        needs = replace(needs, inputs=tuple(map(_given_back, compiled, needs.inputs)))
-        return FamilyTemplate(needs, self.planner.operation_set(program, compiled))
+        needs = replace(needs, inputs=tuple(map(_given_back, operations, needs.inputs)))
+        return FamilyTemplate(needs, self.planner.all_met(program, operations))
 
     # -- reading values -----------------------------------------------------------------------------
 

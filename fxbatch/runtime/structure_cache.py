@@ -5,13 +5,14 @@
     cache.clear()
 
 Kinds: "plan" (with its schedule) by a program's content; "operations" (an OperationSet) by a program's signatures and
-their compiled operations; "family" by a signature graph; "template" by a family, the types of its shared operands and
-who needs gradients; "backward" (BackwardNeeds) by operations and reached results; "gradients" (a GradientTemplate) by
-the operations that run in backward; "unrolled" (a module) by content. The least recently used go first. All of it is
-bounded in bytes, and by the signatures and operations in it, which it keeps alive although their own caches may have
-dropped them: each counts 8 kB. A plan is kept from the second time on that its structure is met: structures that
-don't come again would push one another out, and each minibatch would write to memory that was last used hundreds of
-minibatches before and is in no cache of the processor.
+their compiled operations; "met" (those that ran last, a signature) by a program's signatures; "family" by a signature
+graph; "template" by a family, the types of its shared operands and who needs gradients; "backward" (BackwardNeeds) by
+operations and reached results; "gradients" (a GradientTemplate) by the operations that run in backward; "unrolled" (a
+module) by content. The least recently used go first. All of it is bounded in bytes, and by the signatures and
+operations that are called in it, which it keeps alive although their own caches may have dropped them: each counts
+8 kB. A plan is kept from the second time on that its structure is met: structures that don't come again would push one
+another out, and each minibatch would write to memory that was last used hundreds of minibatches before and is in no
+cache of the processor.
 
 A Family is the programs with one signature graph in which the same signatures are called, with or without gradients.
 While the shared operands are of the types that they were (shapes, strides, who requires gradients), all that a new
@@ -122,7 +123,7 @@ class PlanKey:
 
 @dataclass(frozen=True, eq=False)
 class OperationSet:
-    """The compiled operations of a program's signatures, None where it has no call; one object per set."""
+    """The compiled operations of a program's signatures, None where no program has called it; one object per set."""
 
     signatures: tuple[Signature, ...]
     compiled: tuple[CompiledOperation | None, ...]

@@ -115,3 +115,48 @@ def test_parameters_that_move_between_planning_and_running() -> None:
         found = made(ready)
     with fxbatch.disabled():
         torch.testing.assert_close(found, made(trees))
+
+
+class Program(nn.Module):
+    """A state machine: what runs next is asked of the state, so phases call other layers each time."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.register_buffer("scale", torch.ones(4))
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: torch.Tensor, steps: list[int]) -> torch.Tensor:
+        for layer in steps:
+            x = torch.tanh(self.layers[layer](x)) * self.scale
+            if bool((x.sum() > 1e9).item()):
+                break
+        return x
+
+
+def programs(seed: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+    torch.manual_seed(seed)
+    return list(torch.randn(5, 4)), [torch.randint(6, (n,)).tolist() for n in (2, 3, 4, 5, 6)]
+
+
+def test_phases_that_call_other_operations_have_one_set_of_them() -> None:
+    made = Program()
+    for seed in range(8):
+        made(*programs(seed)).sum().backward()
+    structures = engine_of(made).structures
+    before, families = structures.misses["operations"], structures.misses["family"]
+    for seed in range(8, 14):
+        made(*programs(seed)).sum().backward()
+    assert structures.misses["family"] > families  # phases of other signatures came
+    assert structures.misses["operations"] == before
+    check_equal(made, *programs(20))
+
+
+def test_a_layer_that_no_phase_calls_may_go() -> None:
+    """Operations of one set may be of modules that this minibatch does not have any more."""
+    made = Program()
+    for seed in range(6):
+        made(*programs(seed)).sum().backward()
+    del made.layers[5]
+    x, steps = programs(30)
+    check_equal(made, x, [[s % 5 for s in each] for each in steps])
