@@ -196,8 +196,9 @@ class Planner:
     def all_met(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> OperationSet:
         """The set of these operations, None for signatures without calls, and of those that such signatures had in
         programs before it: each phase calls others, and all phases have one set, which is made once."""
+        size = HELD * sum(survey(program).present)
         met: list[CompiledOperation | None] = self.structures.get(
-            "met", program.columns, lambda: [None] * len(compiled), 8 * len(compiled)
+            "met", program.columns, lambda: [None] * len(compiled), size
         )
         met[:] = [before if c is None else c for c, before in zip(compiled, met, strict=True)]
         return self.operation_set(program, tuple(met))
