@@ -190,6 +190,8 @@ def trace_with_sizes(
     start_engine()
     env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    # A cache of this environment's sizes alone: filling it takes longer than what is asked of it again.
+    mode.cache_enabled = False
     fakes = []
     for tensor, dims in zip(tensors, dynamic, strict=True):
         kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]

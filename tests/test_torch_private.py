@@ -88,3 +88,11 @@ def test_the_functions_that_tell_modes_are_found() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert dtype_now() == before
+
+
+def test_tracing_with_sizes_fills_no_cache() -> None:
+    """The attribute that says so is where it was, and what was traced has a graph all the same."""
+    assert torch_private.FakeTensorMode().cache_enabled is True
+    graph, env = torch_private.trace_with_sizes(lambda x: (x * 2).sum(0), [torch.randn(3, 2)], [(0,)], {})
+    assert [n.op for n in graph.graph.nodes] == ["placeholder", "call_function", "call_function", "output"]
+    assert not env.fake_tensor_cache

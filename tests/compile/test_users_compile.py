@@ -150,13 +150,14 @@ print(len(make(torch.randn(3))[0]))
 CALLS = "import sys; from tests.models import TreeLSTM; print('torch._dynamo' in sys.modules)"
 
 
-def test_dynamo_is_imported_at_any_time() -> None:
+@pytest.mark.parametrize("lines", [LINES[::2], pytest.param(LINES, marks=pytest.mark.slow)], ids=len)
+def test_dynamo_is_imported_at_any_time(lines: list[str]) -> None:
     """Not by decorating; while a minibatch is recorded; after a first recording."""
-    scripts = [CALLS, *(MEETS % line for line in LINES), MAKERS]
+    scripts = [CALLS, *(MEETS % line for line in lines), MAKERS]
     ran = subprocess.run(
         [sys.executable, "-c", FORKS, *scripts], capture_output=True, text=True, check=False, cwd=ROOT
     )
-    assert ran.stdout.split() == ["False", "False", *["fine"] * len(LINES), "8"], ran.stderr[-2000:]
+    assert ran.stdout.split() == ["False", "False", *["fine"] * len(lines), "8"], ran.stderr[-2000:]
 
 
 def unrolled_of(count: int) -> tuple[fxbatch.Minibatch, list[torch.Tensor]]:

@@ -533,9 +533,16 @@ FORMS: tuple[Callable[[Any, Tensor], Any], ...] = (
 UNDEFINED = {new_tensors: 1}  # which result has no defined content, only a type
 
 
-@pytest.mark.parametrize("instances", [1, 4])
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("form", FORMS)
+# Each form with and without gradients, alone and among others; all four with --slow.
+HOWS = [
+    pytest.param(f, grad, n, marks=[] if (n == 4) is (grad is (i % 2 == 0)) else pytest.mark.slow)
+    for i, f in enumerate(FORMS)
+    for grad in (True, False)
+    for n in (1, 4)
+]
+
+
+@pytest.mark.parametrize(("form", "grad", "instances"), HOWS)
 def test_form_gives_what_its_loop_gives(
     form: Callable[[Any, Tensor], Any], grad: bool, instances: int
 ) -> None:
