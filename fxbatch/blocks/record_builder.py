@@ -74,7 +74,7 @@ class RowWriter:
     @property
     def runs_now(self) -> bool:
         """Whether the recording is for one run, now: others may be taken apart and stored, tensor by tensor."""
-        return self.recorder is not None and self.recorder.copies is not None
+        return self.recorder is not None and self.recorder.watches_operands
 
     def row(self, sid: int, array: np.ndarray) -> torch.Tensor:
         """A tensor with the contents of an array: a row of memory that many share, made by two operations in all."""

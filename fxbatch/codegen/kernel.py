@@ -236,9 +236,9 @@ class Workspace:
         self._prepared.clear()
 
 
-def emit_kernel(module: fx.GraphModule, *, name: str = "kernel") -> Kernel:
+def emit_kernel(module: fx.GraphModule) -> Kernel:
     """The instructions of an operation graph."""
-    return _KernelEmitter(module, name).emit()
+    return _KernelEmitter(module, "kernel").emit()
 
 
 def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:

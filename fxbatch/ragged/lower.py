@@ -262,14 +262,9 @@ class Emitter:
             return v
         return Packed(self.line(f"{v.name}.expand(n, *{v.name}.shape)"), DENSE, v.shape, v.dtype)
 
-    def spread(self, v: Packed, *, clear: Sequence[int] = (), front: bool = False) -> str:
-        """[n, *shape] with the longest sizes in place of its own; padding repeats rows, or is zero along `clear`.
-
-        front: own dimensions stay in front of the rest.
-        """
-        if v.layout == WHOLE:
-            return v.name
-        if v.layout == DENSE:
+    def spread(self, v: Packed, *, clear: Sequence[int] = ()) -> str:
+        """[n, *shape] with the longest sizes in place of its own; padding repeats rows, or is zero along `clear`."""
+        if v.layout in (WHOLE, DENSE):
             return v.name
         name = v.name
         if v.layout == PACKED:
@@ -279,12 +274,9 @@ class Emitter:
             for i, a in enumerate(v.axes):
                 if a in clear:
                     name = self.line(f"{self.lengths(v.shape[a])}.clear({name}, {i + 1})")
-        if not front:
-            held = [*v.axes, *v.rest]
-            order = [0, *[1 + held.index(d) for d in range(v.rank)]]
-            if order != list(range(v.rank + 1)):
-                name = self.line(f"{name}.permute({order})")
-        return name
+        held = [*v.axes, *v.rest]
+        order = [0, *[1 + held.index(d) for d in range(v.rank)]]
+        return name if order == list(range(v.rank + 1)) else self.line(f"{name}.permute({order})")
 
     def without_padding(self, v: Packed) -> str:
         """A padded value whose padding is zero: an index that is one of any table."""

@@ -281,20 +281,6 @@ static PyObject *constants_read(PyObject *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* rows(): (value, tensor) of each, while the recording goes on. */
-static PyObject *constants_rows(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    Constants *c = (Constants *)self;
-    PyObject *list = PyList_New(0);
-    for (Py_ssize_t i = 0; list && i < c->n; i++) {
-        PyObject *pair = c->rows[i].value ? PyTuple_Pack(2, c->rows[i].value, c->rows[i].tensor) : NULL;
-        if ((!pair && PyErr_Occurred()) || (pair && PyList_Append(list, pair) < 0))
-            Py_CLEAR(list);
-        Py_XDECREF(pair);
-    }
-    return list;
-}
-
 /* let_go(): no value is referred to from here on. */
 static PyObject *constants_let_go(PyObject *self, PyObject *Py_UNUSED(none))
 {
@@ -322,7 +308,6 @@ static PyMethodDef constants_methods[] = {
     {"exchange", constants_exchange, METH_VARARGS, "exchange(tensor, other): what was met was the other; its value and place."},
     {"written", constants_written, METH_NOARGS, "The type of the first that was written to before it was read."},
     {"read", constants_read, METH_NOARGS, "A phase has read all."},
-    {"rows", constants_rows, METH_NOARGS, "(value, tensor) of each."},
     {"let_go", constants_let_go, METH_NOARGS, "Refer to no value any more."},
     {NULL}};
 static PyTypeObject ConstantsType = {

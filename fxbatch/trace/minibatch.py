@@ -174,7 +174,6 @@ def record_minibatch(
     return_exceptions: bool = False,
     roots: Sequence[torch.nn.Module] | None = None,
     runs_now: bool = False,
-    ahead: bool = False,
     first: int = 0,
     changes: str | None = "",
     may_begin: Callable[[int], bool] = lambda _: True,
@@ -186,19 +185,17 @@ def record_minibatch(
     An exception of an instance is raised with a note that names the instance, after all other instances
     were closed;
     with return_exceptions it becomes that instance's result.
-    runs_now: the recording is for this one run, so that buffers may be taken as they are; ahead: its last phase runs
-    later, with parameters that may be others by then. first: the number of the first instance, in messages. changes:
-    what instances are known to change of modules: then none is left where it waits. None: where one waits, a change is
-    an error. may_begin: asked with the number of each instance before it is begun; the results are those of the
-    instances before the first that may not.
+    runs_now: all of it runs before parameters may be others. first: the number of the first instance, in messages.
+    changes: what instances are known to change of modules: then none is left where it waits. None: where one waits, a
+    change is an error. may_begin: asked with the number of each instance before it is begun; the results are those of
+    the instances before the first that may not.
     A TraceError says by `again` whether modules are what they were before.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances), recalls=True)
-    if runs_now:
-        recorder.copies, recorder.watches_operands = {}, not ahead
+    recorder.watches_operands = runs_now
     if changes is not None:
         recorder.changes.watch(instances)
     run = Turns(fn, instances, recorder, execution, return_exceptions, changes)

@@ -28,15 +28,14 @@ from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
 from fxbatch.trace.places import first_changed
-from fxbatch.trace.plain_objects import is_own, why_not_plain
+from fxbatch.trace.plain_objects import why_not_plain
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
-from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
+from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import Value, link_views
+from fxbatch.trace.values import link_views
 
-MOST_MADE = 8  # modules without tensors that instances make of one class, each with other attributes
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
 
@@ -120,6 +119,12 @@ class ModuleCall:
 def _recorded(call: ModuleCall) -> object:
     _refuse_what_cannot_be_seen(call.module)
     recorder, module = call.recorder, call.module
+    if recorder.knowledge.owners is None:
+        recorder.look_at_modules()
+    unmarked = call.marked is None and not is_marked(module)
+    if unmarked and id(module) not in recorder.knowledge.modules.seen and _holds_no_tensors(module):
+        call.note("is no part of the model, and holds no tensors")  # an instance may have made it for itself
+        return call.pass_through()
     record = _record(recorder, module, call.method)
     examined = recorder.knowledge.examined.get(id(record))
     if record.through or (
@@ -136,8 +141,7 @@ def _recorded(call: ModuleCall) -> object:
         call.note(reason)
         return call.through()
     if not arguments.values:
-        copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
-        return call.through() if copies is None else call_module(recorder, module, copies, {})
+        return call.through()
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()
@@ -180,37 +184,6 @@ def _from_now_on(recorder: RecordedCalls, record: ModuleRecord, reason: str) -> 
     return reason
 
 
-def _copies_of_buffers(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...]
-) -> tuple[Value, ...] | None:
-    """The arguments of a module that meets buffers alone, as in `embed(self.unknown)`; None where it runs as is.
-
-    Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
-    constants they are batched with the others of the module.
-    """
-    copies = recorder.copies
-    if (
-        copies is None
-        or not recorder.knowledge.grad
-        or not args
-        or getattr(module, "max_norm", None) is not None
-    ):
-        return None
-    if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
-        return None
-    if not all(type(a) is _Tensor and not a.requires_grad and not a.is_inference() for a in args):
-        return None
-    values = []
-    for a in args:
-        copy = copies.get(id(a))
-        if copy is None or copy[2] != a._version:
-            value = recorder.constant(a.detach().clone())
-            assert value is not None
-            copy = copies[id(a)] = (value, a, a._version)
-        values.append(copy[0])
-    return tuple(values)
-
-
 def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
     """Modules whose calls have effects that no recording of tensor functions has."""
     name = type(module).__name__
@@ -240,20 +213,14 @@ def _whole(entry: Entry) -> bool:
     return s.inputs == s.outputs and entry.outcome is not None and entry.outcome.same == (0,)
 
 
+def _holds_no_tensors(module: torch.nn.Module) -> bool:
+    tensors = (x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()))
+    return all(x is None for x in tensors)
+
+
 def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
     table = recorder.table
     record = table.modules.get((id(module), method))
-    if (
-        record is None
-        and id(module) not in recorder.knowledge.modules.seen
-        and (same := stateless_key(module)) is not None
-    ):
-        with table.lock:  # one of many that are equal, made while an instance runs: none of them is kept
-            like = table.stateless.get(same)
-            if like is None and sum(known[0] == same[0] for known in table.stateless) >= MOST_MADE:
-                return _ever_another(recorder, module, method)
-            like = table.stateless.setdefault(same, structural_twin(module, {}))
-            return table.modules.setdefault((id(like), method), ModuleRecord(like, method))
     if record is None:
         with table.lock:
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
@@ -261,35 +228,6 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
                 table.owners.setdefault(id(module), module)
                 recorder.knowledge.owners, recorder.lasts = None, False
     return record
-
-
-def _ever_another(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:
-    """Of a module that an instance made with attributes of its own (`nn.Dropout(p)`), after others of its class."""
-    record = ModuleRecord(module, method)
-    record.through = "is made with other attributes each time: its parts are recorded with what they are"
-    _note(recorder, module, method, record.through)
-    return record
-
-
-def stateless_key(module: torch.nn.Module) -> tuple[object, ...] | None:
-    """A key of modules without tensors, equal for those that do the same: class, mode, attributes, parts; else None."""
-    state = module.__dict__
-    tensors = (*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values())
-    if any(t is not None for t in tensors) or has_hooks(module):
-        return None
-    attributes = []
-    for name, x in state.items():
-        if is_own(name):
-            if type(x) not in ATOMS:
-                return None
-            attributes.append((name, static_key(x)))
-    parts = []
-    for name, part in state["_modules"].items():
-        key = None if part is None else stateless_key(part)
-        if key is None:
-            return None
-        parts.append((name, key))
-    return ByIdentity(type(module)), module.training, tuple(attributes), tuple(parts)
 
 
 def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
@@ -460,6 +398,3 @@ def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]])
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
                 return f"its attribute {name!r}"
     return ""
-
-
-_Tensor = torch.Tensor

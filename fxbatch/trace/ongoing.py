@@ -76,7 +76,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
         known = known_model(table, roots[0] if roots else None)
         self.reads = [*(known.places or ()), *known.reads.items]
         recorder = Recorder(table, roots, slots, recalls=True)
-        recorder.copies, recorder.watches_operands = {}, True
+        recorder.watches_operands = True
         self.execution: Any
         super().__init__(fn, [_NOBODY] * slots, recorder, new_execution(), True, None)
         self.alone, self.settings, self.statistics = False, settings_now(), statistics

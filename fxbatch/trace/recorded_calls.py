@@ -144,11 +144,9 @@ class RecordedCalls(Columns):
     recalls = False  # whether it began with, and leaves, what is known of modules
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
-    copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
-    carried = 0  # values at its beginning that `begin_anew` made constants: how they came about is forgotten
     # Parameters and buffers, with version at first sight.
     operands: Sequence[tuple[str, torch.Tensor, int]] = ()
 
@@ -184,7 +182,6 @@ class RecordedCalls(Columns):
         self.views_met = {}
         # Ids of modules that were made in this recording, and are no part of another.
         self.fresh: set[int] = set()
-        self.rewritten: set[int] = set()  # numbers of values that are new contents of others; only looked up
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)
@@ -262,7 +259,7 @@ class RecordedCalls(Columns):
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
         knowledge = self.knowledge
-        self.copies = knowledge.places = knowledge.owners = None
+        knowledge.places = knowledge.owners = None
         knowledge.call_table.clear()
         knowledge.examined.clear()
         self.heard.forget()
@@ -334,7 +331,6 @@ class RecordedCalls(Columns):
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
         self.number_ids, self.once = {}, {}
         self.constants.let_go()
-        self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
         return used
 
@@ -663,8 +659,7 @@ class RecordedCalls(Columns):
             self.count += 1
         for v in values:
             v._value = numbers[v._value]
-        self.rewritten = {numbers[number] for number in self.rewritten if number in numbers}
-        self.phases, self.carried = Phases(self.table), len(numbers)
+        self.phases = Phases(self.table)
         return len(numbers)
 
     def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
@@ -694,11 +689,6 @@ class RecordedCalls(Columns):
                         f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
                         "instances share it, and its calls run after them; write to it outside of the forward"
                     )
-
-    def refuse_written_operands(self) -> None:
-        """A parameter or buffer that calls have read must be as it was when the recording began."""
-        if written_to(self.operands) is not None:
-            self._refuse_written_operands(np.concatenate([sig for sig, _ in self.phases.columns]))
 
     @property
     def pending(self) -> int:

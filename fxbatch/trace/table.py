@@ -233,9 +233,6 @@ class SignatureTable:
         self.type_ids: dict[TensorSpec, int] = {}
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
-        self.stateless: dict[
-            tuple[object, ...], torch.nn.Module
-        ] = {}  # one of all equal modules without tensors
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
         self.operations: dict[Hashable, Operation] = {}
         self.lifted: dict[int, Lifted] = {}
@@ -263,10 +260,6 @@ class SignatureTable:
 
     def __len__(self) -> int:
         return len(self.signatures)
-
-    def snapshot(self) -> tuple[Signature, ...]:
-        """All signatures as a tuple, index = id."""
-        return self.snapshot_and_columns()[0]
 
     def snapshot_and_columns(self) -> tuple[tuple[Signature, ...], SignatureColumns]:
         """All signatures as a tuple, index = id, and their columns."""

@@ -587,10 +587,6 @@ class MetTensors:
         """A phase has read all."""
         self._read = len(self._rows)
 
-    def rows(self) -> list[tuple[object, torch.Tensor]]:
-        """(value, tensor) of each."""
-        return [(v, t) for t, v, _, _ in self._rows if v is not None]
-
     def let_go(self) -> None:
         """Refer to no value any more."""
         self._rows = [(t, None, version, kind) for t, _, version, kind in self._rows]

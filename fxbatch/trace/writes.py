@@ -260,7 +260,6 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
     root._writes += 1
     for node, content in zip(path, contents, strict=True):
         _assign(node, _unseen_by_autograd(recorder, node, content))
-        recorder.rewritten.add(node._value)
         if (view := view_of(node)) is not None:
             view.seen = root._writes
 
