@@ -5,6 +5,7 @@ lines_of(lambda: model(batch), "trace")     # those of the recorder
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,12 @@ def lines_of(call: Callable[[], Any], room: str = "") -> int:
         return line if frame.f_code.co_filename.startswith(folder) else None
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()  # what earlier calls left is no part of this one
     sys.settrace(enter)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count

@@ -193,7 +193,10 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        with shown_modes() if self.watched else nullcontext():
+        if self.watched:
+            with shown_modes():
+                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
+        else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         self.value_row, self.value_type, self.value_needs = self.memory.columns_of_values(phase.whole_plan)
         if self.lasting and self.grad:
@@ -253,13 +256,9 @@ class Run:
         for s in np.argsort(-counts, kind="stable").tolist():  # those with the most calls are built first
             if family.present[s]:
                 signature = program.signatures[s]
+                wanted = needs.inputs[s], shared_needs[s]
                 operations[s] = self.planner.compiled(
-                    signature,
-                    (needs.inputs[s], shared_needs[s]),
-                    shared[signature],
-                    self.grad,
-                    late=s in late,
-                    calls=counts.item(s),
+                    signature, wanted, shared[signature], self.grad, late=s in late, calls=counts.item(s)
                 )
         family.settled = not any(x is not None and x.is_late for x in operations)
         needs = replace(needs, inputs=tuple(map(_given_back, operations, needs.inputs)))
