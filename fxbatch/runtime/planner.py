@@ -193,15 +193,16 @@ class Planner:
             HELD * sum(facts.present),
         )
 
-    def all_met(self, program: Program, compiled: Sequence[CompiledOperation | None]) -> OperationSet:
+    def all_met(
+        self, program: Program, compiled: Sequence[CompiledOperation | None], grad: bool
+    ) -> OperationSet:
         """The set of these operations, None for signatures without calls, and of those that such signatures had in
         programs before it: each phase calls others, and all phases have one set, which is made once."""
-        size = HELD * sum(survey(program).present)
-        met: list[CompiledOperation | None] = self.structures.get(
-            "met", program.columns, lambda: [None] * len(compiled), size
-        )
-        met[:] = [before if c is None else c for c, before in zip(compiled, met, strict=True)]
-        return self.operation_set(program, tuple(met))
+        key, size = (program.columns, grad), HELD * sum(survey(program).present)
+        met: list[CompiledOperation | None] = self.structures.get("met", key, lambda: list(compiled), size)
+        union = tuple([before if c is None else c for c, before in zip(compiled, met, strict=True)])
+        met[:] = union  # what another thread puts there meanwhile is none of this program's
+        return self.operation_set(program, union)
 
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
         """The one object for these operations of a program's signatures."""

@@ -262,7 +262,7 @@ class Run:
                 )
         family.settled = not any(x is not None and x.is_late for x in operations)
         needs = replace(needs, inputs=tuple(map(_given_back, operations, needs.inputs)))
-        return FamilyTemplate(needs, self.planner.all_met(program, operations))
+        return FamilyTemplate(needs, self.planner.all_met(program, operations, self.grad))
 
     # -- reading values -----------------------------------------------------------------------------
 
