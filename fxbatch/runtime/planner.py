@@ -14,6 +14,7 @@ import functools
 import operator
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,6 +57,15 @@ class _PerThread(threading.local):
         self.workspace = Workspace()
 
 
+@dataclass
+class _Met:
+    """The operations that the signatures of some programs had last, and of how many programs."""
+
+    operations: list[CompiledOperation | None]
+    programs: int = 0
+
+
+OWN_SETS = 24  # programs of the same signatures that have each a set of its own operations
 LARGE = 200  # calls of ATen, above which an operation is not built while a minibatch waits for it
 SMALL = 32  # up to which it is built after one, whatever its calls have taken
 
@@ -196,12 +206,15 @@ class Planner:
     def all_met(
         self, program: Program, compiled: Sequence[CompiledOperation | None], grad: bool
     ) -> OperationSet:
-        """The set of these operations, None for signatures without calls, and of those that such signatures had in
-        programs before it: each phase calls others, and all phases have one set, which is made once."""
+        """The set of these operations, None for signatures without calls. Where programs come again they have sets of
+        their own; where they are ever others, a set is of all operations that such programs had, and is made once."""
         key, size = (program.columns, grad), HELD * sum(survey(program).present)
-        met: list[CompiledOperation | None] = self.structures.get("met", key, lambda: list(compiled), size)
-        union = tuple([before if c is None else c for c, before in zip(compiled, met, strict=True)])
-        met[:] = union  # what another thread puts there meanwhile is none of this program's
+        met: _Met = self.structures.get("met", key, lambda: _Met(list(compiled)), size)
+        met.programs += 1
+        if met.programs <= OWN_SETS:
+            return self.operation_set(program, tuple(compiled))
+        union = tuple([last if c is None else c for c, last in zip(compiled, met.operations, strict=True)])
+        met.operations = list(union)  # what another thread puts there meanwhile is none of this program's
         return self.operation_set(program, union)
 
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:

@@ -196,6 +196,7 @@ def record_minibatch(
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances), recalls=True)
     recorder.watches_operands = runs_now
+    recorder.copies = {} if runs_now else None
     if changes is not None:
         recorder.changes.watch(instances)
     run = Turns(fn, instances, recorder, execution, return_exceptions, changes)

@@ -34,7 +34,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import link_views
+from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
@@ -141,7 +141,8 @@ def _recorded(call: ModuleCall) -> object:
         call.note(reason)
         return call.through()
     if not arguments.values:
-        return call.through()
+        copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
+        return call.through() if copies is None else call_module(recorder, module, copies, {})
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()
@@ -182,6 +183,37 @@ def _from_now_on(recorder: RecordedCalls, record: ModuleRecord, reason: str) -> 
     record.through = reason
     _note(recorder, record.module, record.method, reason)
     return reason
+
+
+def _copies_of_buffers(
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...]
+) -> tuple[Value, ...] | None:
+    """The arguments of a module that meets buffers alone, as in `embed(self.unknown)`; None where it runs as is.
+
+    Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
+    constants they are batched with the others of the module.
+    """
+    copies = recorder.copies
+    if (
+        copies is None
+        or not recorder.knowledge.grad
+        or not args
+        or getattr(module, "max_norm", None) is not None
+    ):
+        return None
+    if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
+        return None
+    if not all(type(a) is _Tensor and not a.requires_grad and not a.is_inference() for a in args):
+        return None
+    values = []
+    for a in args:
+        copy = copies.get(id(a))
+        if copy is None or copy[2] != a._version:
+            value = recorder.constant(a.detach().clone())
+            assert value is not None
+            copy = copies[id(a)] = (value, a, a._version)
+        values.append(copy[0])
+    return tuple(values)
 
 
 def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
@@ -398,3 +430,6 @@ def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]])
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
                 return f"its attribute {name!r}"
     return ""
+
+
+_Tensor = torch.Tensor

@@ -144,6 +144,7 @@ class RecordedCalls(Columns):
     recalls = False  # whether it began with, and leaves, what is known of modules
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
+    copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
@@ -259,7 +260,7 @@ class RecordedCalls(Columns):
     def forget_modules(self) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
         knowledge = self.knowledge
-        knowledge.places = knowledge.owners = None
+        self.copies = knowledge.places = knowledge.owners = None
         knowledge.call_table.clear()
         knowledge.examined.clear()
         self.heard.forget()
@@ -331,6 +332,7 @@ class RecordedCalls(Columns):
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
         self.number_ids, self.once = {}, {}
         self.constants.let_go()
+        self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
         return used
 
