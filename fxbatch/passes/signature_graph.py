@@ -152,7 +152,7 @@ def _walk(
     signatures = slot.shape[0] - 1
     outs = out[signatures]
     places = slot[signatures] * outs
-    dense = places <= _DENSE_LIMIT and places <= 256 * inputs.shape[0]
+    dense = places <= _DENSE_LIMIT and places <= 256 * (256 + inputs.shape[0])
     columns = np.zeros(2 * signatures, dtype=np.int64)
     marks = np.zeros(signatures + (places if dense else 0), dtype=np.uint8)
     counts: Written = columns
