@@ -94,9 +94,10 @@ class Doubled(nn.Module):
         return _Hundredfold.apply(y) if self.custom else y * 2  # type: ignore[no-untyped-call]
 
 
-def test_bodies_of_one_content_and_other_gradients_are_told_apart() -> None:
+def test_bodies_of_one_content_and_other_gradients_are_told_apart(builds: list[str]) -> None:
     for custom in (False, True, False):
         right(lambda self, x: self.d(x), d=Doubled(custom))
+    assert len(builds) == 2
 
 
 def test_nothing_of_a_model_is_held() -> None:

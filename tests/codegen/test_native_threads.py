@@ -349,11 +349,13 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 )
 def test_functions_on_every_level(level: str, target: Any, function: Any, ulps: float) -> None:
     native.test_functions_over_the_range_of_float32(target, function, ulps)
+    assert extension.set_loops(level) == level  # it was in force all the time
 
 
 def test_programs_on_every_level(level: str) -> None:
     native.test_pieces_and_slices()
     native.test_numbers_columns_and_rows_are_spread()
+    assert extension.set_loops(level) == level
     native.test_losses()
     native.test_gradients_of_parameters_sum_over_rows()
     native.test_the_gradient_of_a_table_and_its_padding()
