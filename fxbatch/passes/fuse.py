@@ -465,6 +465,25 @@ class _Learned:
     called: bytes
     calls: int
     blocks: list[CallBlock]
+    tables: RunTables | None = None  # of the blocks
+    pieces: _Pieces | None = None  # of the last program
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieces:
+    """The calls that take the place of the runs of a program, as columns; `added`: their new signatures."""
+
+    occurring: bytes  # bool, of each run
+    outside: bytes  # uint8, of each flat output of the runs
+    added: tuple[Signature, ...]
+    first: np.ndarray  # int64 [runs + 1]: of each run its first piece
+    signature: np.ndarray  # int64 [pieces]
+    read: tuple[np.ndarray, np.ndarray]  # flat slots that the pieces read, and where each piece's begin
+    given: tuple[np.ndarray, np.ndarray]  # flat outputs, in the same way
+
+    def fit(self, occurs: np.ndarray, outside: np.ndarray) -> bool:
+        """Whether a program has the same runs, of which others read the same."""
+        return self.occurring == occurs.tobytes() and self.outside == outside.tobytes()
 
 
 class Fuser:
@@ -482,19 +501,14 @@ class Fuser:
         """The program with fused calls; the same object when nothing is fused."""
         if len(program.sig) < 2:
             return program
-        blocks = self._learned(program).blocks
-        return self._put_runs(program, blocks) if blocks else program
+        family = self._learned(program)
+        return self._put_runs(program, family) if family.blocks else program
 
-    def _put_runs(self, program: Program, blocks: list[CallBlock]) -> Program:
+    def _put_runs(self, program: Program, family: _Learned) -> Program:
         """The program with a call for each group of a block that occurs; itself where none does, or where its calls
         don't stand instance after instance."""
-        number = {id(s): n for n, s in enumerate(program.signatures)}
-        members = [[number[id(s)] for s in block.signatures] for block in blocks]
         c, signatures = program.columns, program.signatures
-        alias = [{slot: o for g in b.groups for slot, o in g.alias.items()} for b in blocks]
-        tables = RunTables(
-            members, [b.wired for b in blocks], alias, [len(b.owner_out) for b in blocks], len(signatures)
-        )
+        tables = family.tables = family.tables or _tables(signatures, family.blocks)
         head, place = np.empty(len(program), dtype=np.int64), np.empty(len(program), dtype=np.int64)
         outside = np.zeros(int(tables.first_output[-1]), dtype=np.uint8)
         walked = find_runs(
@@ -508,31 +522,27 @@ class Fuser:
             walked != FOUND
         ):  # a slot does not read what it read in all programs before: from now on they are two
             run = int(np.searchsorted(tables.first_slot, walked, side="right")) - 1
-            for group in blocks[run].groups:
+            for group in family.blocks[run].groups:
                 group.alias.pop(walked - int(tables.first_slot[run]), None)
-            return self._put_runs(program, blocks)
+            family.tables = family.pieces = None
+            return self._put_runs(program, family)
         occurring = np.bincount(program.sig[head[head >= 0]], minlength=len(signatures))
-        added: list[Signature] = []
-        pieces: list[tuple[int, list[int], list[int]]] = []  # signature, slots that are read, outputs
-        first_piece = [0]
-        for n, block in enumerate(blocks):
-            if occurring[members[n][0]]:
-                asked = outside[tables.first_output[n] : tables.first_output[n + 1]].nonzero()[0].tolist()
-                pieces += self._pieces(block, members[n], asked, len(signatures), added)
-            first_piece.append(len(pieces))
-        if not added:
+        occurs = occurring[tables.member[tables.first_member[:-1]]] > 0
+        if family.pieces is None or not family.pieces.fit(occurs, outside):
+            family.pieces = self._pieces(family.blocks, tables, occurs, outside)
+        pieces = family.pieces
+        if not pieces.added:
             return program
         sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
         inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
         calls, entries = put_runs(
             program.sig, program.instance, program.inputs, program.outputs, c.width, c.arity, program.known,
-            tables.begins, tables.first_member, np.array(first_piece, dtype=np.int64), head, place,
-            np.array([piece[0] for piece in pieces], dtype=np.int64), *_flat([piece[1] for piece in pieces]),
-            *_flat([piece[2] for piece in pieces]), sig, instance, inputs, outputs,
+            tables.begins, tables.first_member, pieces.first, head, place, pieces.signature, *pieces.read,
+            *pieces.given, sig, instance, inputs, outputs,
         )  # fmt: skip
         return dataclasses.replace(
             program,
-            signatures=(*signatures, *added),
+            signatures=(*signatures, *pieces.added),
             sig=sig[:calls],
             instance=instance[:calls],
             inputs=inputs[:entries],
@@ -540,6 +550,29 @@ class Fuser:
         )
 
     def _pieces(
+        self, blocks: list[CallBlock], tables: RunTables, occurs: np.ndarray, outside: np.ndarray
+    ) -> _Pieces:
+        """What takes the place of the runs that occur, of whose outputs some are read outside."""
+        added: list[Signature] = []
+        rows: list[tuple[int, list[int], list[int]]] = []  # signature, slots that are read, outputs
+        first = [0]
+        for n, block in enumerate(blocks):
+            if occurs[n]:
+                asked = outside[tables.first_output[n] : tables.first_output[n + 1]].nonzero()[0].tolist()
+                members = tables.member[tables.first_member[n] : tables.first_member[n + 1]].tolist()
+                rows += self._pieces_of(block, members, asked, len(tables.begins), added)
+            first.append(len(rows))
+        return _Pieces(
+            occurs.tobytes(),
+            outside.tobytes(),
+            tuple(added),
+            np.array(first, dtype=np.int64),
+            np.array([row[0] for row in rows], dtype=np.int64),
+            _flat([row[1] for row in rows]),
+            _flat([row[2] for row in rows]),
+        )
+
+    def _pieces_of(
         self, block: CallBlock, members: list[int], asked: list[int], first: int, added: list[Signature]
     ) -> Iterator[tuple[int, list[int], list[int]]]:
         """The calls that take a run's place, in order: signature, flat slots that are read, flat outputs. members: the
@@ -579,6 +612,7 @@ class Fuser:
     def refuse(self, signature: Signature) -> None:
         """Don't make this fused operation again: it turned out not to batch, while its members may."""
         self.signatures.put(signature.operation.target.members, {})
+        self.last.pieces = None
 
     def signature(self, wiring: Wiring) -> Signature:
         """The Signature of a wiring: the same object for the same wiring."""
@@ -627,6 +661,17 @@ class Fuser:
             self.blocks = blocks[:MOST_BLOCKS]
         for signature, n in counts.items():
             self.looked_at.put(signature, max(n, self.looked_at.get(signature) or 0))
+
+
+def _tables(signatures: Sequence[Signature], blocks: list[CallBlock]) -> RunTables:
+    number = {id(s): n for n, s in enumerate(signatures)}
+    return RunTables(
+        [[number[id(s)] for s in block.signatures] for block in blocks],
+        [block.wired for block in blocks],
+        [{slot: o for group in block.groups for slot, o in group.alias.items()} for block in blocks],
+        [len(block.owner_out) for block in blocks],
+        len(signatures),
+    )
 
 
 def _told_apart(blocks: list[CallBlock]) -> list[CallBlock]:

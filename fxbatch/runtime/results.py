@@ -98,8 +98,7 @@ class Results:
             ids = list(dict.fromkeys([x.id for x in self.all_values()]))
             self._values = np.array(ids, dtype=np.int64)
             if self.held is not None:
-                besides = np.flatnonzero(np.bincount(self.held.besides(self._values)))  # each once
-                self._values = np.concatenate([self._values, besides])
+                self._values = np.concatenate([self._values, self.held.besides(self._values)])
         return self._values
 
     def made_alike(self) -> Results:

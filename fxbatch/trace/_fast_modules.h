@@ -26,7 +26,7 @@ static PyObject *look_up(PyObject *dict, PyObject *name)
         PyObject *table = PyDict_GetItemWithError(dict, s_tables[i]);
         if (!table || !(PyDict_CheckExact(table) || PyODict_CheckExact(table)))
             return NULL;
-        object = PyDict_GetItemWithError(table, name);
+        object = PyDict_GET_SIZE(table) ? PyDict_GetItemWithError(table, name) : NULL;
     }
     return object;
 }

@@ -44,19 +44,20 @@ class Held:
         return Held(recorder, recorder.let_go(), recorder.take_written())
 
     def besides(self, results: np.ndarray) -> np.ndarray:
-        """Ids of what is held and no result; results: the ids of those."""
-        self._besides = self._facts[~np.isin(self._facts[:, 0], results)]
-        return self._besides[:, 0]
+        """Ids of what is held and no result, each once; results: the ids of those."""
+        known = {*results.tolist()}
+        besides = [i for i, n in enumerate(self._facts[:, 0].tolist()) if n not in known]
+        self._besides = self._facts[besides]
+        return np.flatnonzero(np.bincount(self._besides[:, 0])) if besides else self._besides[:, 0]
 
     def together(self, take: Take, renumber: Renumber, *, apart: bool) -> Take:
         """`take` that asks for these values as well, in the same request, and after which they are real tensors.
 
         apart: whether of rows that are taken together some require a gradient and others don't.
         """
-        ids, kinds = self._besides[:, 0], 2 * self._besides[:, 1] + (self._besides[:, 2] & REQUIRES_GRAD)
 
         def both(requests: list[np.ndarray]) -> list[torch.Tensor]:
-            every = [*requests, *(renumber(ids[kinds == kind]) for kind in np.unique(kinds).tolist())]
+            every = [*requests, *map(renumber, self._alike())]
             blocks = take(every)
             if apart and any(t.requires_grad for t in blocks):
                 asking = renumber(self._facts[self._facts[:, 2] & REQUIRES_GRAD != 0, 0])
@@ -72,6 +73,13 @@ class Held:
             return blocks[: len(requests)]
 
         return both
+
+    def _alike(self) -> list[np.ndarray]:
+        """The ids of what is no result, apart by type and by whether it requires a gradient."""
+        if not len(self._besides):
+            return []
+        kinds = 2 * self._besides[:, 1] + (self._besides[:, 2] & REQUIRES_GRAD)
+        return [self._besides[kinds == kind, 0] for kind in np.unique(kinds).tolist()]
 
     def abandon(self) -> None:
         """The call has failed, or its results aren't wanted: everything is as it was before."""
