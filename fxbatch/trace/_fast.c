@@ -194,10 +194,41 @@ static PyObject *seconds_of_recording(PyObject *Py_UNUSED(module), PyObject *Py_
     return PyFloat_FromDouble(1e-9 * (double)recording_ns);
 }
 
+/* The same for a real tensor, which stands for a value from then on (writes.write_first). */
+static PyObject *write_first(PyObject *recorder, PyObject *func, PyObject *pure, PyObject *const *args, Py_ssize_t n,
+                             PyObject *names)
+{
+    PyObject *content = call_function(recorder, pure, args, n, names, 1), *done = NULL, *result = NULL;
+    if (content && Py_IS_TYPE(content, Value) &&
+        (done = PyObject_CallFunctionObjArgs(slow_write, recorder, args[0], content, func, NULL)) && done == Py_True)
+        result = Py_NewRef(args[0]);
+    Py_XDECREF(done);
+    Py_XDECREF(content);
+    return result;
+}
+
+/* x[i] = v for a real tensor x, which stands for a value from then on (writes.set_row); NULL without an error where it is
+   for Python. */
+static PyObject *write_first_row(PyObject *recorder, PyObject *args)
+{
+    if (PyTuple_GET_SIZE(args) != 3 || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 0), Tensor) ||
+        !PyLong_CheckExact(PyTuple_GET_ITEM(args, 1)) || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 2), Value) ||
+        SLOT(PyTuple_GET_ITEM(args, 2), at.recorder) != recorder || !modes_as_recorded(recorder))
+        return NULL;
+    PyObject *done = PyObject_CallFunctionObjArgs(slow_row_write, recorder, args, NULL), *result = NULL;
+    if (done == Py_True)
+        result = Py_NewRef(Py_None);
+    Py_XDECREF(done);
+    return result;
+}
+
 /* A function that writes to its first argument, by the same function that doesn't; NULL without an error where it is for
    Python. */
-static PyObject *call_in_place(PyObject *recorder, PyObject *pure, PyObject *const *args, Py_ssize_t n, PyObject *names)
+static PyObject *call_in_place(PyObject *recorder, PyObject *func, PyObject *pure, PyObject *const *args, Py_ssize_t n,
+                               PyObject *names)
 {
+    if (n && Py_IS_TYPE(args[0], Tensor))
+        return write_first(recorder, func, pure, args, n, names);
     PyObject *v = n ? value_at(recorder, args[0]) : NULL;
     int plain = v && may_be_rewritten(recorder, v);
     if (!plain && (!v || row_shown(v) < 0 || WHOLE(SLOT(SLOT(v, at.view), at.root), at.flags) & CONSTANT))
@@ -304,8 +335,10 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         (n == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
-        PyObject *result = pure ? call_in_place(current, pure, given, PyTuple_GET_SIZE(args[2]), names)
-                                : call_function(current, args[0], given, PyTuple_GET_SIZE(args[2]), names, 1);
+        PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
+        if (!result && !PyErr_Occurred())
+            result = pure ? call_in_place(current, args[0], pure, given, PyTuple_GET_SIZE(args[2]), names)
+                          : call_function(current, args[0], given, PyTuple_GET_SIZE(args[2]), names, 1);
         if (result || PyErr_Occurred())
             return result;
     }
@@ -374,7 +407,7 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     if (m->how == IN_PLACE) {
-        PyObject *result = current ? call_in_place(current, m->owner, args, n, kwnames) : NULL;
+        PyObject *result = current ? call_in_place(current, m->owner, m->owner, args, n, kwnames) : NULL;
         if (result || PyErr_Occurred())
             return result;
     } else if (m->owner == getitem && m->owner && n == 2 && !kwnames && !for_all_of_it(args[1])) {
@@ -484,7 +517,7 @@ static struct {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
-    {"row_of_parameter", &slow_row}, {"number_id", &slow_number},
+    {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
     {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},

@@ -15,7 +15,7 @@ static struct {
 } at;
 static PyTypeObject *Value, *View, *Written, *WrittenTensor, *Tensor, *Parameter, *BareParameter, *BareView;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder, *Knowledge;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_number, *slow_link, *slow_refresh, *getitem, *setitem, *operands_require;
+static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_number, *slow_write, *slow_row_write, *slow_link, *slow_refresh, *getitem, *setitem, *operands_require;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_is_cpu, *get_version, *get_base, *get_requires_grad, *get_grad_fn;
 /* C++, of torch: the same as the first three, or NULL */
@@ -130,15 +130,6 @@ static int values_sweep(Values *all)
     for (Py_ssize_t k = (all)->n_old + (all)->n_young - 1;                                                       \
          k >= 0 && (v = k < (all)->n_old ? (all)->old[k] : (all)->young[k - (all)->n_old]); k--)
 
-/* stale(): the views among them that somebody else refers to, and whose root was written to since. */
-static PyObject *values_stale(PyObject *self, PyObject *Py_UNUSED(none))
-{
-    PyObject *v, *views = PyList_New(0);
-    EACH_VALUE(v, (Values *)self) if (views && is_stale(v) && Py_REFCNT(v) > 1 && PyList_Append(views, v) < 0)
-        Py_CLEAR(views);
-    return views;
-}
-
 /* close(): the values that the user still refers to; all others are used again, and no view is known any more. */
 static PyObject *values_close(PyObject *self, PyObject *Py_UNUSED(none))
 {
@@ -192,6 +183,29 @@ static PyObject *values_living(PyObject *self, PyObject *Py_UNUSED(none))
     return list;
 }
 
+/* The values that are to be recorded anew before they are used, and that somebody refers to. */
+static PyObject *stale_values(Values *all)
+{
+    PyObject *v, *stale = PyList_New(0);
+    EACH_VALUE(v, all) if (stale && is_stale(v) && Py_REFCNT(v) > 1 && PyList_Append(stale, v) < 0)
+        Py_CLEAR(stale);
+    return stale;
+}
+
+/* stale(): those of them. Views that nobody refers to any more hold what they show: they go first. */
+static PyObject *values_stale(PyObject *self, PyObject *Py_UNUSED(none))
+{
+    PyObject *stale = stale_values((Values *)self);
+    if (!stale || !PyList_GET_SIZE(stale))
+        return stale;
+    Py_DECREF(stale);
+    PyObject *living = values_living(self, NULL);
+    if (!living)
+        return NULL;
+    Py_DECREF(living);
+    return stale_values((Values *)self);
+}
+
 static Py_ssize_t values_length(PyObject *self)
 {
     return ((Values *)self)->n_old + ((Values *)self)->n_young;
@@ -207,7 +221,7 @@ static void values_dealloc(PyObject *self)
 }
 
 static PyMethodDef values_methods[] = {
-    {"stale", values_stale, METH_NOARGS, "Views that somebody refers to, of what was written to since."},
+    {"stale", values_stale, METH_NOARGS, "Values that somebody refers to, and whose content is to be recorded anew."},
     {"living", values_living, METH_NOARGS, "The values that somebody refers to; the list goes on with these alone."},
     {"close", values_close, METH_NOARGS, "The values that somebody refers to; all others are used again."},
     {NULL}};

@@ -61,12 +61,13 @@ from fxbatch.trace.values import (
     View,
     Written,
     WrittenTensor,
+    item_of_written,
     link_views,
     plain_new,
     refresh,
     with_values,
 )
-from fxbatch.trace.writes import PURE_FORMS
+from fxbatch.trace.writes import PURE_FORMS, counted, set_row, write_first
 
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
@@ -107,6 +108,7 @@ if _fast is not None:
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
             "number_id": RecordedCalls.number_id,
             "link_views": link_views, "refresh": refresh,
+            "write_first": counted(write_first), "set_row": counted(set_row),
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
             "operands_require": operands_require, "pure_forms": PURE_FORMS,
@@ -119,12 +121,11 @@ if _fast is not None:
         },
         mode_addresses(), getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )  # fmt: skip
-    for _name, (_func, _method) in (
-        *BINARY.items(),
-        ("__getitem__", (GETITEM, Value.__dict__["__getitem__"])),
-    ):
+    for _name, (_func, _method) in BINARY.items():
         setattr(Value, _name, _fast.Method(_func, _method))
         setattr(WrittenTensor, _name, _fast.Method(_func, _func))
+    for _kind, _slow in ((Value, Value.__dict__["__getitem__"]), (WrittenTensor, item_of_written)):
+        _kind.__getitem__ = _fast.Method(GETITEM, _slow)
     for _how, (_name, _read) in enumerate(READERS.items()):
         setattr(Value, _name, _fast.Method(None, _read, _how))
     _STAND_INS: tuple[Any, ...] = (Value, WrittenTensor)

@@ -755,6 +755,12 @@ def _attribute(asked: Any) -> str:
     return str(asked.__name__)
 
 
+def item_of_written(t: torch.Tensor, index: object) -> object:
+    """`t[index]`: a row that was written to is there without the whole being put together."""
+    item: object = value_of(t)[index]
+    return item
+
+
 def value_of(t: torch.Tensor) -> Value:
     """The value that a WrittenTensor stands for, as it is now."""
     written: Written = vars(t)[RECORD]

@@ -156,13 +156,32 @@ def call_pure(
     content = recorder.call(PURE_FORMS[func], args, kwargs)
     if type(content) is not Value:
         return None
-    v = target if type(target) is Value else recorder.constant(target)
-    if v is None or v._type != content._type:
+    if type(target) is not Value:
+        return target if write_first(recorder, target, content, func) else None
+    if target._type != content._type:
         return None
-    if v is not target:
-        v = becomes_value(recorder, target, v, function_name(func))
-    rebind(recorder, v, content, function_name(func))
+    rebind(recorder, target, content, function_name(func))
     return target
+
+
+def write_first(recorder: RecordedCalls, t: torch.Tensor, content: Value, func: object) -> bool:
+    """Give a real tensor this content: it stands for a value from here on. False where nothing may be written to it, or
+    this is of another type."""
+    v = None if _is_shared(recorder, t) else recorder.constant(t)
+    if v is None or v._type != content._type:
+        return False
+    rebind(recorder, becomes_value(recorder, t, v, function_name(func)), content, function_name(func))
+    return True
+
+
+def counted(write: Callable[..., bool]) -> Callable[..., bool]:
+    """`write` for C to call, as one of the calls that Python records."""
+
+    def counted_write(recorder: RecordedCalls, *args: object) -> bool:
+        recorder.long_calls += 1
+        return write(recorder, *args)
+
+    return counted_write
 
 
 def detach_in_place(recorder: RecordedCalls, v: Value) -> Value:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from benchmarks.idiom_models import WAYS, Sizes, Way, random_tree
+from benchmarks.idiom_models import WAYS, Sizes, Way, collect, random_tree
 from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.table import SignatureTable
 from tests.lines import lines_of
@@ -82,6 +82,43 @@ def test_calls_that_were_met_take_the_short_way(name: str, grad: bool, recorded_
         recording.pending_program(recording.output_ids())
         counts.append(recording.recorder.long_calls / TREES)
     assert recorded_by == "python" or max(counts[2:]) <= LONG_CALLS.get(name, 0), counts
+
+
+class Rows(Way):
+    """States are rows of two tensors of zeros: torch itself can do so without gradients only."""
+
+    def total(self, tree: Any) -> Any:
+        order: list[Any] = []
+        collect(tree, order)
+        hidden, cells = torch.zeros(len(order), self.hidden), torch.zeros(len(order), self.hidden)
+        row = {id(n): i for i, n in enumerate(order)}
+        for i, n in enumerate(order):
+            if n.left is None:
+                hidden[i], cells[i] = self.leaf(self.embed(n.word))
+            else:
+                left, right = row[id(n.left)], row[id(n.right)]
+                hidden[i], cells[i] = self.compose(hidden[left], cells[left], hidden[right], cells[right])
+        return self.loss(hidden[-1], tree)
+
+
+@torch.no_grad()
+def test_a_row_that_was_written_is_read_without_the_others() -> None:
+    """In the first minibatch, too, where no row of this number was read before; and what is dropped is not put together."""
+    torch.manual_seed(0)
+    model, batch = Rows(SIZES), trees(random.Random(3))
+    recording = record_minibatch(
+        model.total,  # type: ignore[arg-type]
+        [((tree,), {}) for tree in batch],
+        SignatureTable(),
+        None,
+        runs_now=True,
+    )
+    program = recording.pending_program(recording.output_ids())
+    names = {program.signatures[s].name for s in set(program.sig.tolist())}
+    assert not names & {"index_copy", "stack", "getitem"}
+    losses = model(batch)
+    with fxbatch.disabled():
+        torch.testing.assert_close(losses, model(batch))
 
 
 # -- what one call costs, after many and after few -------------------------------------------------------
