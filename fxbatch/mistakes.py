@@ -49,14 +49,12 @@ def is_mistake(error: BaseException) -> bool:
     return isinstance(error, _PYTHONS_OWN) and place is not None and place[0].startswith(_PACKAGE)
 
 
-def report(error: Exception, what: str, *, verify: bool) -> None:
-    """Raise a mistake again (verify), or warn of it, once a place in the code; nothing for what is none."""
-    if not is_mistake(error):
-        return
-    if verify:
+def report(error: Exception, what: str, *, verify: bool) -> str:
+    """The error as a reason, in one line. A mistake is raised again (verify), or warned of once a place in the code."""
+    mistake, place = is_mistake(error), _innermost(error.__traceback__) or ("", 0)
+    if mistake and verify:
         raise error
-    place = _innermost(error.__traceback__) or ("", 0)
-    if place not in _warned:
+    if mistake and place not in _warned:
         _warned.add(place)
         warnings.warn(
             f"{what} runs call by call because of a mistake inside fxbatch (please report it): {type(error).__name__}: "
@@ -64,6 +62,8 @@ def report(error: Exception, what: str, *, verify: bool) -> None:
             InternalWarning,
             stacklevel=2,
         )
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _innermost(traceback: TracebackType | None) -> tuple[str, int] | None:

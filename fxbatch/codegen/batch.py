@@ -115,14 +115,14 @@ def batch_body(
 
     `zeros`: (is a shared operand, index) of those whose gradient is zeros where there is no path to them. `recordings`:
     of three, the last has to give the same graph as the others; three are made where random numbers keep the graphs
-    from being compared with eager, whose numbers of rows are others.
+    from being compared with eager, whose numbers of rows are others. One is enough where there is an `only_device`.
     """
     sizes = sample_rows(signature, shared)
-    device = _only_device(signature, shared) if recordings == 1 else None
+    device = only_device(signature, shared) if recordings == 1 else None
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
-    forms, recordings = (mode, max(recordings, 2)) if device is None else (None, 1)
+    forms = mode if device is None else None
     recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
     for n in (sizes[1], sizes[0], sizes[2]):
         if len(recorded) < recordings or recorded[sizes[1]][0].random:
@@ -138,7 +138,7 @@ def batch_body(
     return _unify([tape for tape in tapes if tape], sizes, present, kinds, device)
 
 
-def _only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
+def only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
     """The device of all tensors of an operation; None where there are several, where autocast chooses types by it, or
     where numbers are drawn, as nothing is compared then."""
     devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
@@ -234,7 +234,8 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
     """vmap over the groups; the dummy says how many rows there are when there are no groups."""
     count = len(groups)
-    run = _ElementwiseInterpreter(body).run if _needs_elementwise(body) else body
+    without_rule = any(_is_elementwise_without_rule(node.target) for node in body.graph.nodes)
+    run = _ElementwiseInterpreter(body).run if without_rule else body
 
     def call(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(run(*tensors))
@@ -246,10 +247,6 @@ def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.T
 def _is_elementwise_without_rule(target: Any) -> bool:
     overload = isinstance(target, torch._ops.OpOverload)
     return overload and torch.Tag.pointwise in target.tags and not has_vmap_rule(target)
-
-
-def _needs_elementwise(body: fx.GraphModule) -> bool:
-    return any(_is_elementwise_without_rule(node.target) for node in body.graph.nodes)
 
 
 class _ElementwiseInterpreter(fx.Interpreter):

@@ -157,8 +157,8 @@ class _Recorder(QuietDispatchMode):
         self.rules = rules
         self.on_meta = on_meta
         self.calls: list[Call] = []
-        self.known: dict[int, Result] = {}  # by id, of tensors that `kept` keeps
-        self.kept: list[torch.Tensor] = []
+        self.results: dict[int, Result] = {}  # by id, of `tensors`, which keeps these
+        self.tensors: list[torch.Tensor] = []
 
     def add(
         self, target: object, args: tuple[object, ...], kwargs: dict[str, object], value: object
@@ -166,14 +166,14 @@ class _Recorder(QuietDispatchMode):
         result = Result(len(self.calls))
         self.calls.append(Call(target, args, kwargs, value))
         if isinstance(value, torch.Tensor):
-            self.known[id(value)] = result
-            self.kept.append(value)
+            self.results[id(value)] = result
+            self.tensors.append(value)
         return result
 
     def told(self, x: object) -> Any:
         """An argument, with tensors by position; one that no call gave is a constant."""
         if isinstance(x, torch.Tensor):
-            return self.known.get(id(x)) or self.add("constant", (), {}, x)
+            return self.results.get(id(x)) or self.add("constant", (), {}, x)
         if isinstance(x, (list, tuple)):
             return type(x)([self.told(y) for y in x])
         return {k: self.told(v) for k, v in x.items()} if type(x) is dict else x
@@ -208,7 +208,7 @@ class _Recorder(QuietDispatchMode):
 
     def _keep_form(self, x: torch.Tensor) -> None:
         """The call whose value is about to change keeps one of the form that it had."""
-        earlier = self.known.get(id(x))
+        earlier = self.results.get(id(x))
         if earlier is not None:
             before = self.calls[earlier.index]
             self.calls[earlier.index] = replace(before, value=without_autograd(x))

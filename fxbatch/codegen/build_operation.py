@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxbatch.codegen.batch import Joint, batch_body
+from fxbatch.codegen.batch import Joint, batch_body, only_device
 from fxbatch.codegen.body import (
     find_groups,
     group_inputs,
@@ -80,9 +80,7 @@ def build_operation(
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the operation
         raise
     except Exception as error:  # noqa: BLE001 tracing runs arbitrary code; whatever it raises is the reason
-        report(error, signature.name, verify=verify)
-        first = str(error).strip().splitlines()
-        return Unbatched(f"{type(error).__name__}: {first[0] if first else ''}")
+        return Unbatched(report(error, signature.name, verify=verify))
     finally:
         warn_of_folder()
 
@@ -102,7 +100,7 @@ def _build_checked(
         return Large(calls)
     needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
-    recordings = 1
+    recordings = 1 if only_device(signature, shared) is not None else 2
     while True:
         content = content_of(body, signature, needs, shared, zeros)
         try:

@@ -1,7 +1,7 @@
 """An operation that can't be batched, run call by call on rows, with local autograd.
 
 kernel = UnbatchedKernel(signature)
-outputs, tape = kernel.taped(inputs, shared, input_needs=(True,), shared_needs=(True,))
+tape = kernel.taped(inputs, shared, input_needs=(True,), shared_needs=(True,), n=n, outs=outs)
 input_grads, shared_grads = kernel.backward(tape, [grad_of_output])
 outputs = kernel(n, *inputs, *shared)            # under the autograd of now
 """
@@ -63,29 +63,26 @@ class UnbatchedKernel(nn.Module):
         *,
         input_needs: Sequence[bool],
         shared_needs: Sequence[bool],
-        n: int | None = None,
-        outs: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[Tensors, RowTape | None]:
-        """Outputs `[n, *shape]`; the tape, if anything needs gradients. Without inputs, `n` must be given.
-
-        `outs`: memory that the outputs are written to. See `keeps_rows` for the groups'.
-        """
-        if n is None:
-            n = len(groups[0])
+        n: int,
+        outs: Sequence[torch.Tensor],
+    ) -> RowTape | None:
+        """The tape, if anything needs gradients. Outputs `[n, *shape]` are written to `outs`; see `keeps_rows` for the
+        memory of groups."""
         grad = self.signature.modes.grad and (True in input_needs or True in shared_needs)
         before = torch.is_grad_enabled()
         try:
             tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
-            return self._stack(tape.outputs, outs), tape if grad else None
+            self._stack(tape.outputs, outs)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
             # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
             takes = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
             tape = self._run(groups, shared, takes, shared_needs, n, grad)
-            return self._stack(tape.outputs, outs), tape if grad else None
+            self._stack(tape.outputs, outs)
         finally:
             set_grad_enabled(before)
+        return tape if grad else None
 
     def _takes_gradient(self, groups: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], i: int) -> bool:
         """Whether the operation lets its input i require a gradient."""
@@ -141,23 +138,19 @@ class UnbatchedKernel(nn.Module):
     def _devices(self) -> list[str]:
         return devices_of(self.signature)
 
-    def _stack(
-        self, columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor] | None
-    ) -> Tensors:
-        kinds = self.signature.outputs
+    def _stack(self, columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor]) -> None:
         if not columns or not columns[0]:
-            return [torch.empty(0, *t.shape, dtype=t.dtype, device=t.device) for t in kinds]
+            return
         # What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives.
-        for i, (column, kind) in enumerate(zip(columns, kinds, strict=True)):
+        for i, (column, kind) in enumerate(zip(columns, self.signature.outputs, strict=True)):
             for x in column:
                 if x.shape != kind.shape or x.dtype is not kind.dtype:
                     raise TraceError(
                         f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but on fake tensors "
                         f"{kind.dtype}{list(kind.shape)}: call it on real tensors, outside of the forward"
                     )
-        if outs is None:
-            return [torch.stack(column) for column in columns]
-        return [torch.stack(column, out=out) for column, out in zip(columns, outs, strict=True)]
+        for column, out in zip(columns, outs, strict=True):
+            torch.stack(column, out=out)
 
     def backward(
         self, tape: RowTape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False

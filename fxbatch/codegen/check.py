@@ -195,18 +195,13 @@ class _Check:
     graphs: OperationGraphs
     eager: _Eager
 
-    @property
-    def shared(self) -> Sequence[torch.Tensor]:
-        """The shared operands."""
-        return self.eager.shared
-
     def batched(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients:
         """Values and gradients of n calls, by the operation's three graphs. grads: the gradients of the outputs."""
-        return _lean(self.shared, lambda: self._batched(inputs, grads, n))
+        return _lean(self.eager.shared, lambda: self._batched(inputs, grads, n))
 
     @torch.no_grad()
     def _batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
-        graphs, shared = self.graphs, self.shared
+        graphs, shared = self.graphs, self.eager.shared
         groups = _grouped(graphs, inputs)
         results = list(graphs.forward(n, *groups, *shared))
         width = len(graphs.signature.outputs)
@@ -248,7 +243,7 @@ class _Check:
                 names.append(f"the gradient of {what} {i}")
                 if x is None and y is not None and not y.any():
                     raise ZeroGradient(what, i)
-        drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *grads, *self.shared])
+        drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *grads, *self.eager.shared])
         for i in _compare(ours.all, reference.all, drawn, self.graphs.signature):
             if reference.all[i] is None and names[i].startswith("the gradient of input"):
                 continue  # nobody reads it

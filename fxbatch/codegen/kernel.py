@@ -151,10 +151,9 @@ class Kernel:
     that do work (views are free).
     """
 
-    name: str
     body: InstructionList  # of n, ins, outs and what was prepared
-    preparation: InstructionList | None  # of the inputs `given`: what depends on shared operands alone
-    given: tuple[int, ...]
+    preparation: InstructionList | None  # of some inputs: what depends on shared operands alone
+    prepared_of: tuple[int, ...]  # which inputs
     forms: tuple[Form, ...]  # of the results for no rows
     launches: int
     run: Callable[[Sequence[object]], list[torch.Tensor]]
@@ -164,7 +163,7 @@ class Kernel:
     def source(self) -> str:
         """The instructions, one a line."""
         inputs = ", ".join(map(str, self.body.inputs))
-        source = f"{self.name}({inputs}):\n    {self.body}"
+        source = f"kernel({inputs}):\n    {self.body}"
         if self.preparation is not None:
             read = ", ".join(map(str, self.preparation.inputs))
             source += f"\n\nprepare({read}):\n    {self.preparation}"
@@ -180,7 +179,9 @@ class Kernel:
         if n == 0:
             return no_rows(outs, self.forms)
         prepared_rows = (
-            () if self.prepare is None else workspace.prepared(self, tuple([ins[i] for i in self.given]))
+            ()
+            if self.prepare is None
+            else workspace.prepared(self, tuple([ins[i] for i in self.prepared_of]))
         )
         return self.run((n, *ins, *outs, *prepared_rows))
 
@@ -238,13 +239,13 @@ class Workspace:
 
 def emit_kernel(module: fx.GraphModule) -> Kernel:
     """The instructions of an operation graph."""
-    return _KernelEmitter(module, "kernel").emit()
+    return _KernelEmitter(module).emit()
 
 
 def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:
     """One call as a function of the tensors that it reads and the memory that its results are written to, in a row.
     results: the call, or the items of what it gives."""
-    emitter = _KernelEmitter(None, node.name)
+    emitter = _KernelEmitter(None)
     inputs = emitter.registers = {x: Register(x.name) for x in node.all_input_nodes}
     outs = [Register(f"o{i}") for i in range(len(results))]
     read = (*inputs.values(), *outs)
@@ -296,7 +297,6 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
 @dataclass
 class _KernelEmitter:
     module: fx.GraphModule | None  # None: of single calls
-    name: str
     body: list[Instruction] = field(default_factory=list)
     prepared: list[Instruction] = field(default_factory=list)  # run once a run, of shared operands
     registers: dict[fx.Node, Any] = field(default_factory=dict)  # or what is known of a node beforehand
@@ -330,7 +330,7 @@ class _KernelEmitter:
         bound = None if preparation is None else preparation.bind()
         prepare = None if bound is None else lambda *shared: bound(shared)
         forms = tuple(map(_form, self.results))
-        return Kernel(self.name, body, preparation, positions, forms, self.launches, body.bind(), prepare)
+        return Kernel(body, preparation, positions, forms, self.launches, body.bind(), prepare)
 
     def _node(self, node: fx.Node) -> None:
         work = is_tensor(node) or isinstance(node.meta["values"][0], (tuple, list))

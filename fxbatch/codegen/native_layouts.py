@@ -61,10 +61,6 @@ class Span:
         return Operand(self.base, self.offset, self.strides[0], 1)
 
 
-def element_bytes(dtype: torch.dtype) -> int:
-    return 1 if dtype is torch.bool else dtype.itemsize
-
-
 def contiguous_strides(shape: Shape) -> tuple[int, ...]:
     """Strides of contiguous memory of that shape."""
     strides: list[int] = []

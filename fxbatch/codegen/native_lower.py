@@ -38,7 +38,6 @@ from fxbatch.codegen.native_layouts import (
     contiguous,
     dense,
     dtype_name,
-    element_bytes,
     even_rows,
     narrow,
     need,
@@ -175,7 +174,7 @@ class Lowering:
         (a, b), width = rows_and_width(dims)
         if a < 0 or b < 0 or a + b == 0 or width == 0:
             raise NotNative("a tensor without elements")
-        self.bases.append(Base(a, b, width * element_bytes(dtype), kind))
+        self.bases.append(Base(a, b, width * dtype.itemsize, kind))
         return len(self.bases) - 1
 
     def _place(self) -> None:

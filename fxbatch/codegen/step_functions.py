@@ -126,9 +126,7 @@ def row_functions(
     def forward(step: StepMemory, workspace: Workspace) -> None:
         inputs = [_rows(*source, step.n, copied=kernel.keeps_rows(grad)) for source in step.sources]
         outs, n = step.outs, step.n
-        _, tape = kernel.taped(
-            inputs, step.shared, input_needs=needs[0], shared_needs=needs[1], n=n, outs=outs
-        )
+        tape = kernel.taped(inputs, step.shared, input_needs=needs[0], shared_needs=needs[1], n=n, outs=outs)
         step.saved[:] = [tape] if grad else []
 
     def backward(

@@ -479,7 +479,7 @@ class _Pieces:
     first: np.ndarray  # int64 [runs + 1]: of each run its first piece
     signature: np.ndarray  # int64 [pieces]
     read: tuple[np.ndarray, np.ndarray]  # flat slots that the pieces read, and where each piece's begin
-    given: tuple[np.ndarray, np.ndarray]  # flat outputs, in the same way
+    outputs: tuple[np.ndarray, np.ndarray]  # flat outputs, in the same way
 
     def fit(self, occurs: np.ndarray, outside: np.ndarray) -> bool:
         """Whether a program has the same runs, of which others read the same."""
@@ -538,7 +538,7 @@ class Fuser:
         calls, entries = put_runs(
             program.sig, program.instance, program.inputs, program.outputs, c.width, c.arity, program.known,
             tables.begins, tables.first_member, pieces.first, head, place, pieces.signature, *pieces.read,
-            *pieces.given, sig, instance, inputs, outputs,
+            *pieces.outputs, sig, instance, inputs, outputs,
         )  # fmt: skip
         return dataclasses.replace(
             program,
@@ -650,7 +650,7 @@ class Fuser:
         if new < LEAST_SHARE * sum(counts.values()):
             return False
         self.learned += 1
-        return self.learned <= EVER_NEW or _is_power_of_two(self.learned)
+        return self.learned <= EVER_NEW or self.learned.bit_count() == 1
 
     def _learn(self, program: Program, counts: dict[Signature, int]) -> None:
         """Look for blocks, which take the place of those of the same signatures."""
@@ -682,10 +682,6 @@ def _told_apart(blocks: list[CallBlock]) -> list[CallBlock]:
     return [block for block in blocks if first[block.signatures[0]] is block]
 
 
-def _is_power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
-
-
 def _flat(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """int64: all of the rows, one after another; where each begins, and the end."""
     flat = np.array([x for row in rows for x in row], dtype=np.int64)
@@ -696,15 +692,15 @@ def _wiring(block: CallBlock, group: Group, inputs: list[int]) -> Wiring:
     """The group as members, reads and outputs in terms of itself."""
     place = {k: n for n, k in enumerate(group.members)}
 
-    def made(output: int) -> tuple[int, int]:
+    def source(output: int) -> tuple[int, int]:
         k = block.owner_out[output]
         return place[k], output - block.first_out[k]
 
     def read(slot: int) -> tuple[int, int]:
         if slot in group.slots:
             return -1, inputs.index(group.alias.get(slot, slot))
-        return made(block.wired[slot])
+        return source(block.wired[slot])
 
     reads = [tuple(map(read, range(block.first_in[k], block.first_in[k + 1]))) for k in group.members]
     members = tuple(block.signatures[k] for k in group.members)
-    return Wiring(members, tuple(reads), tuple(map(made, group.outputs)))
+    return Wiring(members, tuple(reads), tuple(map(source, group.outputs)))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Emitted, Emitter, Packed
-from fxbatch.ragged.rules import RULES
+from fxbatch.ragged.rules import RULES, normalised_channels, weights_code
 from fxbatch.ragged.symbolic import NoPackedForm
 from fxbatch.torch_private import FakeTensor
 
@@ -76,14 +76,8 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
         raise NoPackedForm("batch normalisation of this form")
     if x.rank < 2 or 1 in x.axes:
         raise NoPackedForm("batch normalisation whose channels are not the second dimension")
-    place = x.place(1)
-    operands = ", ".join(p.name if isinstance(p, Packed) else "None" for p in parts)
-    moved = e.line(f"{x.name}.movedim({place}, -1)")
-    rows = e.line(f"{moved}.reshape(-1, {x.shape[1]})")
-    line = e.line(
-        f"torch.nn.functional.batch_norm({rows}, {operands}, True, {e.source(a['momentum'])}, {e.source(a['eps'])})"
-    )
-    return e.packed(f"{line}.reshape({moved}.shape).movedim(-1, {place})", node.meta["val"])
+    arguments = f"{weights_code(*parts)}, True, {e.source(a['momentum'])}, {e.source(a['eps'])}"
+    return normalised_channels(e, x, arguments, node.meta["val"])
 
 
 RULES["fxbatch_rows::batch_norm"] = _batch_norm

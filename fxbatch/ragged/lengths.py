@@ -167,14 +167,6 @@ class Lengths:
         places = self._to(padded_places(self.sizes, self.total, padded.shape[1]))
         return padded.flatten(0, 1).index_select(0, places)
 
-    def clear(self, padded: torch.Tensor, dim: int) -> torch.Tensor:
-        """Padding along dimension `dim` of [n, ...] becomes zero."""
-        if self.uniform:
-            return padded
-        shape = [self.n] + [1] * (padded.dim() - 1)
-        shape[dim] = self.longest
-        return padded.masked_fill(self.padding.view(shape), 0)
-
     def hide(self, padded: torch.Tensor, dim: int, fill: float = float("-inf")) -> torch.Tensor:
         """Padding along dimension `dim` of [n, ...] becomes `fill`."""
         if self.uniform:

@@ -244,14 +244,15 @@ class Emitter:
             raise NoRule(f"a tensor with {len(own_dimensions(shape))} sizes of its own")
         return Packed(self.line(code), layout, shape, like.dtype)
 
-    def results(self, node: fx.Node, code: str) -> Emitted:
+    def results(self, node: fx.Node, code: str, layout: str | None = None) -> Emitted:
         """The result or the results of a node, which `code` makes; None for what is no tensor."""
         val = node.meta["val"]
         if isinstance(val, torch.Tensor):
-            return self.packed(code, val)
+            return self.packed(code, val, layout)
         name = self.line(code)
         return tuple(
-            self.packed(f"{name}[{i}]", t) if isinstance(t, torch.Tensor) else None for i, t in enumerate(val)
+            self.packed(f"{name}[{i}]", t, layout) if isinstance(t, torch.Tensor) else None
+            for i, t in enumerate(val)
         )
 
     # -- layouts --------------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ class Emitter:
         else:
             for i, a in enumerate(v.axes):
                 if a in clear:
-                    name = self.line(f"{self.lengths(v.shape[a])}.clear({name}, {i + 1})")
+                    name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {i + 1}, 0)")
         held = [*v.axes, *v.rest]
         order = [0, *[1 + held.index(d) for d in range(v.rank)]]
         return name if order == list(range(v.rank + 1)) else self.line(f"{name}.permute({order})")
@@ -333,14 +334,14 @@ class Emitter:
             name = self._squeezed(v.name, flat, v.rank)
             return self._expanded(name, shape, axes) if layout == PADDED else name
         if v.layout == layout:
-            return self._filled(v.name, _LEADING[layout], v.rank - len(axes), rest)
+            return self.filled(v.name, _LEADING[layout], v.rank - len(axes), rest)
         if v.layout == DENSE:
             name = self._squeezed(v.name, [d + 1 for d in flat], v.rank + 1)
             if layout == PACKED:
-                name = self._filled(name, 1, v.rank - len(flat), rest)
+                name = self.filled(name, 1, v.rank - len(flat), rest)
                 return self.line(f"{self.lengths(shape[axes[0]])}.each({name})")
             name = self.line(f"{name}.unsqueeze(1).unsqueeze(1)")
-            return self._expanded(self._filled(name, 3, v.rank - len(flat), rest), shape, axes)
+            return self._expanded(self.filled(name, 3, v.rank - len(flat), rest), shape, axes)
         if v.layout != PACKED:
             raise NoRule("two sizes of its own meet one")
         name = self.line(f"{self.lengths(v.shape[v.axes[0]])}.spread({v.name})")
@@ -348,7 +349,7 @@ class Emitter:
         name = self._squeezed(name, places, v.rank + 1)
         name = self.line(f"{name}.unsqueeze({2 if mine[0] == axes[0] else 1})")
         other = axes[1] if mine[0] == axes[0] else axes[0]
-        return self._expanded(self._filled(name, 3, v.rank - 1 - len(flat), rest), shape, (other,))
+        return self._expanded(self.filled(name, 3, v.rank - 1 - len(flat), rest), shape, (other,))
 
     def _expanded(self, name: str, shape: tuple[object, ...], dims: Sequence[int]) -> str:
         """A value as long as the padded ones of `shape` along some of their own dimensions."""
@@ -359,7 +360,7 @@ class Emitter:
     def _squeezed(self, name: str, dims: Sequence[int], rank: int) -> str:
         return self.line(f"{name}.squeeze({tuple(dims)})") if dims else name
 
-    def _filled(self, name: str, leading: int, have: int, rest: int) -> str:
+    def filled(self, name: str, leading: int, have: int, rest: int) -> str:
         """Insert dimensions of size 1 after the leading ones, until there are `rest`."""
         for _ in range(rest - have):
             name = self.line(f"{name}.unsqueeze({leading})")
@@ -378,15 +379,8 @@ class Emitter:
         schema = node.target._schema
         leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
         args, kwargs = tree_unflatten([self.value(x) for x in leaves], spec)
-        by_name: dict[str, Any] = {}
-        for i, argument in enumerate(schema.arguments):
-            if i < len(args):
-                by_name[argument.name] = args[i]
-            elif argument.name in kwargs:
-                by_name[argument.name] = kwargs[argument.name]
-            else:
-                by_name[argument.name] = argument.default_value
-        return by_name
+        defaults = {a.name: a.default_value for a in schema.arguments}
+        return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
     def call(self, target: Operator, arguments: dict[str, Any]) -> str:
         """The source of a call of an operator; Packed arguments are given as source already."""
@@ -433,7 +427,7 @@ def _plain(e: sympy.Basic) -> Any:
 
 
 Rule = Callable[[Emitter, fx.Node], Emitted]
-RuleOf = Callable[[torch._ops.OpOverload], Rule | None]
+RuleOf = Callable[[torch._ops.OpOverload], Rule]
 
 
 def lower(graph: SizedGraph, rule_of: RuleOf, alone: Rule, shared: int) -> Lowered:
@@ -486,11 +480,8 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: RuleOf, alone: Rule) -> None
     before = len(e.lines), len(e.written)
     e.draws = _draws(node.target)
     e.random |= e.draws and not keeps_all(e, node)
-    rule = rule_of(node.target)
     try:
-        if rule is None:
-            raise NoRule("no rule for it")
-        e.env[node] = rule(e, node)
+        e.env[node] = rule_of(node.target)(e, node)
     except (NoRule, UnknownExpressionError) as error:
         e.forget(*before)
         e.alone.append((str(node.target), str(error)))

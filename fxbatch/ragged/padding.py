@@ -55,7 +55,7 @@ def multiplied(
 def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:
     """The padded tensor with zeros as its padding."""
     for size, dim in along:
-        padded = size.clear(padded, dim % padded.dim())
+        padded = size.hide(padded, dim % padded.dim(), 0)
     return padded
 
 

@@ -86,22 +86,19 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
         random = e.draws and not keeps_all(e, node)
         if all(v.layout == WHOLE for v in values) and not random and _fixed(node):
             return whole(e, node)
+        if own is None and pointwise:
+            return point(e, node)
+        reason = NoRule("no rule for it")
         if own is not None:
             try:
                 return own(e, node)
-            except NoRule:
-                if by_items(e, node, values):
-                    return e.results(node, e.call(target, e.bound(node)))
-                if _by_rows(e, node, values):
-                    return batched_by_vmap(e, node)
-                raise
-        if pointwise:
-            return point(e, node)
+            except NoRule as error:
+                reason = error
         if by_items(e, node, values):
             return e.results(node, e.call(target, e.bound(node)))
         if _by_rows(e, node, values):
             return batched_by_vmap(e, node)
-        raise NoRule("no rule for it")
+        raise reason
 
     return apply
 
@@ -145,14 +142,7 @@ def whole(e: Emitter, node: fx.Node) -> Emitted:
     """An operator on what is the same for all instances: once."""
     if node.target in NODES:
         raise NoRule("no instance in it")
-    name = e.line(e.call(node.target, e.bound(node)))
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        return Packed(name, WHOLE, shape_of(val), val.dtype)
-    return tuple(
-        Packed(e.line(f"{name}[{i}]"), WHOLE, shape_of(x), x.dtype) if isinstance(x, torch.Tensor) else None
-        for i, x in enumerate(val)
-    )
+    return e.results(node, e.call(node.target, e.bound(node)), WHOLE)
 
 
 # -- pointwise ------------------------------------------------------------------------------------------
@@ -378,15 +368,9 @@ def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fil
             name = e.line(f"{e.lengths(x.shape[a])}.hide({name}, {i + 1}, {fill})")
     call = how if "{" in how else f"{{}}.{how}({{}})"
     name = e.line(call.format(name, tuple(x.place(d) for d in dims)))
-    left = [a for a in x.axes if a not in dims]
-    if not left:
+    if all(a in dims for a in x.axes):
         return _kept(e, node, name)
-    # one own size is left: [n, longest, *rest]
-    name = e.line(f"{e.lengths(x.shape[left[0]])}.unpad({name})")
-    val = node.meta["val"]
-    shape = shape_of(val)
-    rest = [d for i, d in enumerate(shape) if i not in own_dimensions(shape)]
-    return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{d}, ' for d in rest)})", val)
+    return _other_rows(e, name, x, dims, node.meta["val"])
 
 
 @over("sum")
@@ -467,7 +451,7 @@ def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         return _extreme_of_all(e, node, x, how)
     if x.layout == PADDED:
         name = e.line(f"{_hidden(e, x, dims[0], how)}.{how}({x.place(dims[0])})")
-        return tuple(_other_rows(e, f"{name}[{i}]", x, dims[0], t) for i, t in enumerate(node.meta["val"]))
+        return tuple(_other_rows(e, f"{name}[{i}]", x, dims, t) for i, t in enumerate(node.meta["val"]))
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
     values, indices = node.meta["val"]
@@ -481,9 +465,9 @@ def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
     return e.line(f"{e.lengths(x.shape[d])}.none_empty().hide({x.name}, {x.place(d)}, {fill})")
 
 
-def _other_rows(e: Emitter, name: str, x: Packed, d: int, val: torch.Tensor) -> Packed:
-    """The packed rows that are left when a padded value was reduced along d: those of its other dimension."""
-    (other,) = [a for a in x.axes if a != d]
+def _other_rows(e: Emitter, name: str, x: Packed, dims: list[int], val: torch.Tensor) -> Packed:
+    """The packed rows that are left when a padded value was reduced along one of its two own sizes: the other's."""
+    (other,) = [a for a in x.axes if a not in dims]
     name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
     rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]
     return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
@@ -505,7 +489,7 @@ def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     if x.layout == PADDED and len(dims) == 1:
         name = e.line(f"{_hidden(e, x, dims[0], how[3:])}.{how}({x.place(dims[0])})")
-        return _other_rows(e, name, x, dims[0], node.meta["val"])
+        return _other_rows(e, name, x, dims, node.meta["val"])
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("a place among all elements")
     size = e.lengths(x.shape[x.axes[0]])
@@ -664,35 +648,37 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
     """Normalisation by what is known of each channel, the second dimension: all other dimensions are rows."""
     a = e.bound(node)
     x = a["input"]
-    operands = [a[name] for name in ("running_mean", "running_var", "weight", "bias")]
     if a["training"] or x.layout == WHOLE or x.rank < 2 or 1 in x.axes:
         raise NoRule("statistics of all items")
+    operands = weights_code(a["running_mean"], a["running_var"], a["weight"], a["bias"])
+    return normalised_channels(e, x, f"{operands}, False, 0.0, {a['eps']}", node.meta["val"])
+
+
+def weights_code(*operands: Packed | None) -> str:
+    """Operands that are the same for all instances, as arguments of a call."""
     if any(isinstance(v, Packed) and v.layout != WHOLE for v in operands):
         raise NoRule("weights of each instance")
+    return ", ".join(v.name if isinstance(v, Packed) else "None" for v in operands)
+
+
+def normalised_channels(e: Emitter, x: Packed, arguments: str, val: torch.Tensor) -> Packed:
+    """Batch normalisation of the second dimension, with these further arguments."""
     moved = e.line(f"{x.name}.movedim({x.place(1)}, -1)")
-    operand_code = ", ".join(v.name if isinstance(v, Packed) else "None" for v in operands)
-    code = f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {operand_code}, False, 0.0, {a['eps']})"
-    return e.packed(f"{code}.view({moved}.shape).movedim(-1, {x.place(1)})", node.meta["val"])
+    code = f"torch.nn.functional.batch_norm({moved}.reshape(-1, {x.shape[1]}), {arguments})"
+    return e.packed(f"{code}.view({moved}.shape).movedim(-1, {x.place(1)})", val)
 
 
 @rule("group_norm", "instance_norm")
 def _group_norm(e: Emitter, node: fx.Node) -> Emitted:
     """Groups of channels of items as long as the instance says: [items, channels, T]."""
     a = e.bound(node)
-    x, weight, bias = a["input"], a["weight"], a["bias"]
-    if (
-        x.layout != PACKED
-        or x.axes[0] < 2
-        or any(isinstance(v, Packed) and v.layout != WHOLE for v in (weight, bias))
-        or a.get("use_input_stats") is False
-        or a.get("running_mean") is not None
-    ):
+    x = a["input"]
+    of_all = a.get("use_input_stats") is False or a.get("running_mean") is not None
+    if x.layout != PACKED or x.axes[0] < 2 or of_all:
         raise NoRule("groups of this form")
-    size, groups = (
-        e.lengths(x.shape[x.axes[0]]),
-        a.get("num_groups", x.shape[1]),
-    )  # an instance's: a channel each
-    operands = ", ".join(v.name if isinstance(v, Packed) else "None" for v in (weight, bias))
+    size = e.lengths(x.shape[x.axes[0]])
+    groups = a.get("num_groups", x.shape[1])  # an instance's: a channel each
+    operands = weights_code(a["weight"], a["bias"])
     return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", node.meta["val"])
 
 
@@ -703,10 +689,7 @@ def _layer_norm(e: Emitter, node: fx.Node) -> Emitted:
     last = range(x.rank - len(arguments["normalized_shape"]), x.rank)
     if any(d in x.axes for d in last):
         raise NoRule("it normalises along a size of its own")
-    for name in ("weight", "bias"):
-        v = arguments.get(name)
-        if isinstance(v, Packed) and v.layout != WHOLE:
-            raise NoRule("weights of each instance")
+    weights_code(arguments["weight"], arguments.get("bias"))
     arguments["input"] = Code(x.name)
     return e.packed(e.call(node.target, arguments), node.meta["val"])
 
@@ -722,12 +705,4 @@ def _embedding(e: Emitter, node: fx.Node) -> Emitted:
             raise NoRule("gradients that count indices")
         arguments["indices"] = Code(e.without_padding(index))
         return e.gathered_as(index, e.call(node.target, arguments), node.meta["val"])
-    return (
-        e.packed(e.call(node.target, arguments), node.meta["val"])
-        if index.axes in ((), (0,))
-        else _front(e, node, e.call(node.target, arguments))
-    )
-
-
-def _front(e: Emitter, node: fx.Node, code: str) -> Packed:
-    return e.packed(code, node.meta["val"])
+    return e.packed(e.call(node.target, arguments), node.meta["val"])

@@ -29,7 +29,7 @@ from fxbatch.ragged.lower import (
 from fxbatch.ragged.rules import rule
 
 
-def _table(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
+def table_of(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
     """The rows of x along dimension d, of all instances one after another, and their Lengths."""
     if x.layout == PACKED:
         if x.axes != (d,):
@@ -81,7 +81,7 @@ def _index(e: Emitter, node: fx.Node) -> Emitted:
         raise NoRule("indices of rows whose own size is not the first")
     if own_dimensions(first.shape) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
-    table, size = _table(e, x, 0)
+    table, size = table_of(e, x, 0)
     names = [_rows(e, first, size, from_end=True), *[v.name for v in indices[1:]]]
     if len(names) == 1 and first.rank == 1 and first.layout == PACKED:
         return e.packed(f"{table}.index_select(0, {names[0]})", val)
@@ -106,7 +106,7 @@ def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], va
     if len(indices) > 1 or indices[0].rank != 1 or x.shape[places[0]] != indices[0].shape[0]:
         raise NoRule("a mask")
     d = places[0]
-    table, _ = _table(e, e.to_dense(x), d)
+    table, _ = table_of(e, e.to_dense(x), d)
     return e.packed(f"{table}.index_select(0, {e.rows_where(indices[0], shape_of(val)[d])})", val)
 
 
@@ -163,7 +163,7 @@ def _index_select(e: Emitter, node: fx.Node) -> Emitted:
         return e.packed(f"{picked}.reshape(*{index.name}.shape, *{x.name}.shape[1:])", val)
     if a["index"].layout == WHOLE and d not in x.axes:
         return e.packed(f"{x.name}.index_select({x.place(d)}, {a['index'].name})", val)
-    table, size = _table(e, x, d)
+    table, size = table_of(e, x, d)
     name = e.line(f"{table}.index_select(0, {_rows(e, index, size)}.reshape(-1))")
     return e.of_rows(name, d, val)
 
@@ -173,13 +173,13 @@ def _index_add(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % x.rank
-    table, size = _table(e, x, d)
+    table, size = table_of(e, x, d)
     source = a.get("source")
     if isinstance(source, Packed):
         wanted = (*x.shape[:d], index.shape[0], *x.shape[d + 1 :])
         source = e.to_dense(source)
         aligned = Packed(e.aligned(source, wanted), source.layout, wanted, source.dtype)
-        a["source"] = Code(_table(e, aligned, d)[0])
+        a["source"] = Code(table_of(e, aligned, d)[0])
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
@@ -200,11 +200,13 @@ def _index_put(e: Emitter, node: fx.Node) -> Emitted:
     index = e.to_dense(a["indices"][0])
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
-    table, size = _table(e, x, 0)
+    table, size = table_of(e, x, 0)
     wanted = (index.shape[0], *x.shape[1:])
     values = e.to_dense(a["values"])
     name = e.aligned(values, wanted)
-    source = _table(e, Packed(name, (DENSE, PACKED)[len(own_dimensions(wanted))], wanted, values.dtype), 0)[0]
+    source = table_of(e, Packed(name, (DENSE, PACKED)[len(own_dimensions(wanted))], wanted, values.dtype), 0)[
+        0
+    ]
     rows = e.line(f"{_rows(e, index, size, from_end=True)}.reshape(-1)")
     if not a["accumulate"]:
         code = f"{table}.index_put(({rows},), {source})"
@@ -249,7 +251,7 @@ def _gather(e: Emitter, node: fx.Node) -> Emitted:
         if index.axes not in ((d,), ()) or x.layout == PADDED:
             raise NoRule("two sizes of its own")
         _same_others(e, x, index, d)
-        table, size = _table(e, x, d)
+        table, size = table_of(e, x, d)
         rows = _flat(e, index, d, _rows(e, index, size))
         return e.of_rows(e.line(f"{table}.gather(0, {rows})"), d, val)
     _same_others(e, x, index, d)
@@ -287,7 +289,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Emitted:
     if d in x.axes or d in index.axes:
         if index.axes not in ((d,), ()) or x.layout == PADDED:
             raise NoRule("two sizes of its own")
-        table, size = _table(e, x, d)
+        table, size = table_of(e, x, d)
         a["index"] = Code(_flat(e, index, d, _rows(e, index, size)))
         if isinstance(source, Packed):
             a["src"] = Code(_flat(e, source, d, source.name))

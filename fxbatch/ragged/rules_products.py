@@ -23,15 +23,14 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.padding import multiplied
-from fxbatch.ragged.rules import rule
+from fxbatch.ragged.rules import rule, weights_code
 
 
 @rule("linear")
 def _linear(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
-    if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
-        raise NoRule("weights of each instance")
+    weights_code(weight, bias)
     if x.rank - 1 in x.axes:
         raise NoRule("a product along a size of its own with a parameter")
     a["input"] = Code(x.name)
@@ -116,10 +115,7 @@ def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> s
     if have == 1:
         name = e.line(f"{name}.unsqueeze({-2 if vector_at == 1 else -1})")
         have = 2
-    if v.layout != WHOLE:
-        for _ in range(rank - have):
-            name = e.line(f"{name}.unsqueeze(1)")
-    return name
+    return name if v.layout == WHOLE else e.filled(name, 1, have, rank)
 
 
 @rule("_cdist_forward")

@@ -27,7 +27,7 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.recurrent import NAMES
-from fxbatch.ragged.rules import RULES, over, rule
+from fxbatch.ragged.rules import RULES, over, rule, weights_code
 from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 
@@ -83,8 +83,7 @@ def _cell(e: Emitter, node: fx.Node) -> Emitted:
 def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
-    if weight.layout != WHOLE or (isinstance(bias, Packed) and bias.layout != WHOLE):
-        raise NoRule("weights of each instance")
+    operands = weights_code(weight, bias)
     time = x.rank - 1
     if not x.axes:
         raise NoRule("no size of its own")
@@ -101,7 +100,6 @@ def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
     val = node.meta["val"]
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
     rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
-    operands = f"{weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
     name = e.line(
         f"z.conv1d({size}, {out}, {rows}, {operands}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
     )
@@ -325,20 +323,14 @@ def _nll(e: Emitter, node: fx.Node) -> Emitted:
         return _nll_of_places(e, node, x, target)
     if x.rank not in (1, 2) or x.rank - 1 in x.axes or x.layout != target.layout or x.rank != target.rank + 1:
         raise NoRule("classes along a size of its own")
-    if isinstance(weight, Packed) and weight.layout != WHOLE:
-        raise NoRule("weights of each instance")
-    weight_code = weight.name if isinstance(weight, Packed) else "None"
+    weight_code = weights_code(weight)
     logp, t = x.name, target.name
     if x.layout == DENSE and x.rank == 2:
         logp, t = e.line(f"{logp}.flatten(0, 1)"), e.line(f"{t}.flatten()")
     ignored = e.source(a["ignore_index"])
-    call = (
-        f"torch.nn.functional.nll_loss({logp}, {t}, {weight_code}, reduction='none', ignore_index={ignored})"
-    )
-    name = e.line(call)
-    weights = e.line(
-        f"z.class_weights({t}, {weight_code}, {e.source(a['ignore_index'])}, {e.const(x.dtype)})"
-    )
+    operands = f"{logp}, {t}, {weight_code}, reduction='none', ignore_index={ignored}"
+    name = e.line(f"torch.nn.functional.nll_loss({operands})")
+    weights = e.line(f"z.class_weights({t}, {weight_code}, {ignored}, {e.const(x.dtype)})")
     if x.layout == DENSE and x.rank == 2:
         name, weights = (e.line(f"{v}.reshape(n, {x.shape[0]})") for v in (name, weights))
     val = node.meta["val"]

@@ -25,7 +25,8 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
-from fxbatch.ragged.rules import point, rule
+from fxbatch.ragged.rules import rule
+from fxbatch.ragged.rules_indices import table_of
 
 
 def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
@@ -122,34 +123,19 @@ def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
-        ins, outs = [], []
-        left: Size = sympy.Integer(1)
-        right: Size = sympy.Integer(1)
-        if i < len(before):
-            ins.append(i)
-            left = sympy.sympify(before[i])
-            i += 1
-        if j < len(after):
-            outs.append(j)
-            right = sympy.sympify(after[j])
-            j += 1
-        while sympy.expand(left - right) != 0:
-            grow_right = _less(right, left)
-            if grow_right and j < len(after):
-                outs.append(j)
-                right = right * after[j]
+        first_in, first_out = i, j
+        i, j = min(i + 1, len(before)), min(j + 1, len(after))
+        while True:
+            left, right = sympy.Mul(*before[first_in:i]), sympy.Mul(*after[first_out:j])
+            if sympy.expand(left - right) == 0:
+                break
+            if j < len(after) and (i == len(before) or _less(right, left)):
                 j += 1
             elif i < len(before):
-                ins.append(i)
-                left = left * before[i]
                 i += 1
-            elif j < len(after):
-                outs.append(j)
-                right = right * after[j]
-                j += 1
             else:
                 raise NoRule("a view whose sizes don't compare")
-        groups.append((ins, outs))
+        groups.append((list(range(first_in, i)), list(range(first_out, j))))
     return groups
 
 
@@ -282,17 +268,13 @@ def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, 
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
     val = node.meta["val"]
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
+    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
     if x.layout == PACKED:
         place = own_dimensions(shape_of(val)).index(d) + 1
-        begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
         return e.packed(
             f"z.part({_as_padded(e, x, val)}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val
         )
-    if x.layout != DENSE:
-        raise NoRule("a slice of a fixed one beside two sizes of its own")
-    front = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
-    rows = e.line(f"{front}.reshape({size}.total, *{front}.shape[2:])")
-    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    rows, _ = table_of(e, x, d)
     return e.packed(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
 
@@ -353,15 +335,7 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
         return e.packed(
             f"z.joined(({operands},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val
         )
-    names, lengths = [], []
-    for p in parts:
-        lengths.append(e.lengths(p.shape[d]))
-        if p.layout == PACKED:
-            names.append(p.name)
-            continue
-        name = e.to_dense(p).name
-        name = name if d == 0 else e.line(f"{name}.movedim({d + 1}, 1)")
-        names.append(e.line(f"{name}.reshape({lengths[-1]}.total, *{name}.shape[2:])"))
+    names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
     order = e.line(f"z.interleaved(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
     return e.of_rows(name, d, val)
@@ -611,16 +585,10 @@ def _triangle(e: Emitter, node: fx.Node) -> Emitted:
     x = a["self"]
     if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
         how = node.target._schema.name.removeprefix("aten::")
-        moved = f"{x.name}.flatten(3).movedim(3, 1)" if x.rank > 2 else x.name
         if x.rank > 2:
             raise NoRule("triangles in more than two dimensions")
-        return e.packed(f"torch.{how}({moved}, {e.source(a['diagonal'])})", node.meta["val"])
+        return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", node.meta["val"])
     if x.layout == DENSE:
         a["self"] = Code(x.name)
         return e.packed(e.call(node.target, a), node.meta["val"])
     raise NoRule("a triangle of one size of its own")
-
-
-@rule("lift_fresh_copy", "alias", "detach", "lift_fresh")
-def _same(e: Emitter, node: fx.Node) -> Emitted:
-    return point(e, node)

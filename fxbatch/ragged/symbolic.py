@@ -457,8 +457,6 @@ def _original(size: int | torch.SymInt) -> sympy.Expr:
 
 # -- writes ---------------------------------------------------------------------------------------------
 
-_VIEWS = frozenset({"aten::detach", "aten::alias"})
-
 
 def _without_writes(graph: fx.Graph) -> None:
     """relu_(x) => relu(x), read wherever x was read from then on; NoPackedForm where a view shares x's memory, and

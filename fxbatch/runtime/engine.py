@@ -120,11 +120,11 @@ class Engine(Planner):
         executed = run.phases_timed.forward
         step = recording.forward + finishing.forward
 
-        def found() -> list[str]:
+        def why() -> list[str]:
             share = recording_share(recording=recording.forward - executed, step=step)
             return [*reasons(phases, recorded.statistics, fn), *([share] if share else [])]
 
-        return result, found
+        return result, why
 
     def build_waiting(self, *, seconds: float, loop: float, batched: bool) -> int:
         """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long, and
@@ -251,9 +251,8 @@ class ReadyMinibatch:
     operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
     under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
-    whole: tuple[
-        list[torch.Tensor], Sequence[int] | None
-    ]  # constants of which rows may have been, their versions
+    constants: list[torch.Tensor]  # of which rows may have been read
+    versions: Sequence[int] | None  # of these constants
     used: bool = False
 
     @staticmethod
@@ -280,7 +279,7 @@ class ReadyMinibatch:
         return ReadyMinibatch(
             engine, run, instances, results, renumber, phase,
             known_model(engine.table, engine.root).fingerprint, operands, modes_now(), recording.integers,
-            (whole, versions),
+            whole, versions,
         )  # fmt: skip
 
     def __call__(self, out: str) -> Any:
@@ -299,10 +298,8 @@ class ReadyMinibatch:
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)
-            or (
-                len(self.whole[0]) > 0
-                and (self.whole[1] is None or versions_of(self.whole[0]) != self.whole[1])
-            )
+            or (bool(self.constants) and self.versions is None)
+            or versions_of(self.constants) != self.versions
         )
 
 

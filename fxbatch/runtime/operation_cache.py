@@ -43,6 +43,7 @@ MANY_NEW = 64  # new signatures in one program from which on building is put off
 ENOUGH_CALLS = (
     200  # calls that cost about as much as building: 25 ms at 0.12 ms a call, forwards and backwards
 )
+NEW = -1  # calls of what was neither built nor put off so far
 SECONDS_A_CALL = 2e-3  # of building, for each call of ATen in the body
 REASON = "met too few times so far, or too lately, for its graphs to be built"
 
@@ -51,8 +52,9 @@ REASON = "met too few times so far, or too lately, for its graphs to be built"
 class Met:
     """What an engine knows of a signature."""
 
-    calls: int | None = None  # that ran call by call, while its graphs wait to be built
-    is_new: bool = True  # whether it was neither built nor put off so far
+    calls: int = (
+        NEW  # that ran call by call, while its graphs wait to be built; ENOUGH_CALLS where they don't
+    )
     inputs: tuple[bool, ...] = ()  # which needed gradients, once some did
 
 
@@ -78,21 +80,15 @@ class MetSignatures:
             for s, signature in enumerate(signatures)
             if counts[s] and not signature.reason and signature.operation.kind not in CONSTANT_KINDS
         }
-        new = [met for met in mine.values() if met.is_new]
+        new = [met for met in mine.values() if met.calls == NEW]
         many = len(new) > MANY_NEW or self._waiting > 0  # a model that has had many will have more
         for met in new:
-            met.is_new, met.calls = False, 0 if many else None
+            met.calls = 0 if many else ENOUGH_CALLS
         self._waiting += len(new) if many else 0
-        late = []
-        for s, met in mine.items() if self._waiting else ():
-            if met.calls is None:
-                continue
-            if met.calls >= ENOUGH_CALLS:
-                met.calls = None
-                self._waiting -= 1
-            else:
-                met.calls += counts[s]
-                late.append(s)
+        late = [s for s, met in mine.items() if met.calls < ENOUGH_CALLS]
+        for s in late:
+            mine[s].calls += counts[s]
+            self._waiting -= mine[s].calls >= ENOUGH_CALLS
         return frozenset(late)
 
 

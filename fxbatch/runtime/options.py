@@ -97,30 +97,30 @@ class Options:
         return self.adaptive is True and usual and plain
 
     @staticmethod
-    def of(**given: Any) -> Options:
+    def of(**chosen: Any) -> Options:
         """Checked options; OptionError names the unknown one and lists the known."""
         names = [f.name for f in dataclasses.fields(Options)]
-        for name in given:
+        for name in chosen:
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise OptionError(f"unknown option {name!r}{hint} Known options: {', '.join(names)}")
-        if isinstance(given.get("shared"), str):
-            given["shared"] = (given["shared"],)
-        if "shared" in given:
-            given["shared"] = tuple(given["shared"])
-        if not isinstance(given.get("compile_options", ()), tuple):
-            given["compile_options"] = _frozen(given["compile_options"] or {})
+        if isinstance(chosen.get("shared"), str):
+            chosen["shared"] = (chosen["shared"],)
+        if "shared" in chosen:
+            chosen["shared"] = tuple(chosen["shared"])
+        if not isinstance(chosen.get("compile_options", ()), tuple):
+            chosen["compile_options"] = _frozen(chosen["compile_options"] or {})
         for name, choices in CHOICES.items():
-            value = given.get(name, choices[0])
+            value = chosen.get(name, choices[0])
             if not any(value is x or (isinstance(value, str) and value == x) for x in choices):
                 raise OptionError(f"{name}={value!r}: takes {_listed(choices)}")
-        if "compile" in given:
-            check_backend(given["compile"])
-        every = given.get("check", 0)
+        if "compile" in chosen:
+            check_backend(chosen["compile"])
+        every = chosen.get("check", 0)
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise OptionError(f"check={every!r}: takes a whole number: one minibatch in so many is compared")
-        options = Options(**given)
+        options = Options(**chosen)
         if options.check_gradients and not options.check:
             raise OptionError(
                 "check_gradients=True compares gradients where check=N compares values: give both"

@@ -227,10 +227,7 @@ class PackedCalls:
         except NoPackedForm as error:
             family.reason = str(error)
         except Exception as error:  # noqa: BLE001 - such calls run as any other
-            report(error, "a packed call", verify=self.verify)
-            family.reason = (
-                f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-            )
+            family.reason = report(error, "a packed call", verify=self.verify)
 
     # -- before a phase runs ----------------------------------------------------------------------------
 
@@ -308,8 +305,7 @@ class PackedCalls:
         try:
             check_against_body(family.function, columns, shared)
         except Exception as error:  # noqa: BLE001 - what is the user's own mistake is raised where the call runs
-            report(error, "a packed call", verify=self.verify)
-            family.reason = f"{type(error).__name__}: {error}"
+            family.reason = report(error, "a packed call", verify=self.verify)
         return not family.reason
 
 
@@ -391,7 +387,7 @@ class _Resolution:
                 self.resolved[c] = True
 
     def program_with_constants(self, table: SignatureTable) -> Program:
-        """The program, with a constant for each value of what has run."""
+        """The program, with a constant for each value of what has run: None for those that are not at hand."""
         p = self.program
         if not self.resolved.any():
             return p
@@ -412,7 +408,7 @@ class _Resolution:
         for s in np.unique(sig).tolist():
             if signatures[s].operation.kind in CONSTANT_KINDS:
                 at = new.first_value[np.flatnonzero(sig == s)].tolist()
-                constants[s] = [self.held[v] if v in self.held else self.constant[v] for v in at]
+                constants[s] = [self.held[v] if v in self.held else self.constant.get(v) for v in at]
         return dataclasses.replace(new, constants=constants)
 
 
@@ -516,7 +512,10 @@ def _run_first(
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
     tensors = _run(run, select_calls(dataclasses.replace(program, outputs=values), segment))
-    return _with_constants(table, program, ran, values, tensors)
+    work = _Resolution(program, KnownValues())
+    work.held.update(zip(values.tolist(), tensors, strict=True))
+    work.resolved |= ran
+    return eliminate_dead(work.program_with_constants(table))
 
 
 def _run(run: Run, program: Program) -> list[torch.Tensor]:
@@ -531,37 +530,3 @@ def _run(run: Run, program: Program) -> list[torch.Tensor]:
             yield [row if need else row.detach() for row, need in zip(rows.unbind(0), needs, strict=True)]
 
     return part.by_type(renumber(program.outputs), attached)
-
-
-def _with_constants(
-    table: SignatureTable,
-    program: Program,
-    ran: np.ndarray,
-    values: np.ndarray,
-    tensors: Sequence[torch.Tensor],
-) -> Program:
-    """The program without the calls that ran (bool [calls]); these values of theirs are constants at its beginning."""
-    kinds = program.type_of_value[values]
-    signatures = list(program.signatures)
-    types = {k: table.constant(program.types[k]).signature for k in np.unique(kinds).tolist()}
-    of_kind = {k: number_of(signatures, signature) for k, signature in types.items()}
-    sids = [of_kind[k] for k in kinds.tolist()]
-    left = ~ran
-    width, first = program.width[program.sig[left]], program.first_value[:-1][left]
-    number = np.full(program.values, -1)
-    number[values] = np.arange(len(values))
-    old = np.repeat(first - (np.cumsum(width) - width), width) + np.arange(width.sum())
-    number[old] = len(values) + np.arange(len(old))
-    constants: dict[int, Sequence[object]] = dict(program.constants)
-    for sid in dict.fromkeys(sids):
-        payload = [t for t, s in zip(tensors, sids, strict=True) if s == sid]
-        constants[sid] = [*payload, *constants.get(sid, ())]
-    return dataclasses.replace(
-        program,
-        signatures=tuple(signatures),
-        sig=np.concatenate([np.array(sids, dtype=program.sig.dtype), program.sig[left]]),
-        inputs=number[program.inputs[left[program.reader]]],
-        instance=np.concatenate([program.instance[program.call_of_value[values]], program.instance[left]]),
-        outputs=number[program.outputs],
-        constants=constants,
-    )

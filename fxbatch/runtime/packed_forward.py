@@ -290,10 +290,7 @@ class PackedForward:
         except FxbatchError:
             family.reason = "the forward says why when it is recorded"
         except Exception as error:  # noqa: BLE001 - the forward is recorded then, and raises what is the user's own mistake
-            report(error, "a packed forward", verify=self.options.verify)
-            family.reason = (
-                f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
-            )
+            family.reason = report(error, "a packed forward", verify=self.options.verify)
         return None
 
     def _built(

@@ -142,12 +142,12 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: object) -
     if arguments is not None:  # members of two enumerations may print alike
         members = [type(x).__module__ for x in arguments.leaves if isinstance(x, enum.Enum)]
         key = repr((arguments.leaves, str(arguments.spec), *members))
-    made = Described(
+    described = Described(
         op.kind, op.name, target, op.method, op.rule == MARKED, s.inputs, s.outputs, tuple(shared), first_input, None,
         s.modes, lifted,
     )  # fmt: skip
-    key = f"{made!r}{key}{type(sample).__name__ if lifted >= 0 else ''}"
-    return replace(made, arguments=arguments, number=sample, key=key)
+    key = f"{described!r}{key}{type(sample).__name__ if lifted >= 0 else ''}"
+    return replace(described, arguments=arguments, number=sample, key=key)
 
 
 def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | None) -> int:
@@ -350,9 +350,6 @@ def _trace(
     sigs = np.array(recorder.sigs, dtype=np.int32)
     used, sig = np.unique(sigs, return_inverse=True)
     names = module_names(model)
-    numbers = {}
-    for s, payload in recorder.payload.items():
-        numbers[s] = payload
     samples = _samples(recorder, sigs)
     described = tuple(
         describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
@@ -366,7 +363,7 @@ def _trace(
         signatures=described,
         sig=sig.astype(np.int32),
         inputs=np.array(recorder.inputs, dtype=np.int64) - recorder.base,
-        constants={k: numbers[s] for k, s in enumerate(used.tolist()) if s in numbers},
+        constants={k: recorder.payload[s] for k, s in enumerate(used.tolist()) if s in recorder.payload},
         values=recorder.count - recorder.base,
         result=Template(slots, spec),
         outputs=tuple(dict.fromkeys(x.id for x in values)),
@@ -502,8 +499,8 @@ def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np
     reads = [len(t.inputs) for t in traces]
     if not all(t.sound for t in traces):
         raise IndexError("a trace names a signature or a value that it does not have")
-    found = np.concatenate(ids)[sig + (known.cumsum() - known).repeat(sizes)]
-    return found, inputs + (values.cumsum() - values).repeat(reads)
+    table_sig = np.concatenate(ids)[sig + (known.cumsum() - known).repeat(sizes)]
+    return table_sig, inputs + (values.cumsum() - values).repeat(reads)
 
 
 def _join(parts: list[Any]) -> object:

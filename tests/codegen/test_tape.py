@@ -105,10 +105,10 @@ def test_what_is_recorded_once() -> None:
     graphs, _ = build(torch.matmul, [torch.randn(3, 4), torch.randn(4, 2)])
     assert not isinstance(graphs, Unbatched), graphs
     signature = graphs.signature
-    assert batch._only_device(signature, ()) == torch.device("cpu")
-    assert batch._only_device(signature, [torch.empty(2, device="meta")]) is None
-    assert batch._only_device(signature, [torch.eye(2).to_sparse()]) is None
+    assert batch.only_device(signature, ()) == torch.device("cpu")
+    assert batch.only_device(signature, [torch.empty(2, device="meta")]) is None
+    assert batch.only_device(signature, [torch.eye(2).to_sparse()]) is None
     draws = replace(signature, operation=replace(signature.operation, random=True))
-    assert batch._only_device(draws, ()) is None
+    assert batch.only_device(draws, ()) is None
     cast = replace(signature, modes=replace(signature.modes, autocast=(("cpu", torch.bfloat16),)))
-    assert batch._only_device(cast, ()) is None
+    assert batch.only_device(cast, ()) is None
