@@ -85,7 +85,7 @@ class MetSignatures:
         for met in new:
             met.calls = 0 if many else ENOUGH_CALLS
         self._waiting += len(new) if many else 0
-        late = [s for s, met in mine.items() if met.calls < ENOUGH_CALLS]
+        late = [s for s, met in mine.items() if met.calls < ENOUGH_CALLS] if self._waiting else []
         for s in late:
             mine[s].calls += counts[s]
             self._waiting -= mine[s].calls >= ENOUGH_CALLS

@@ -57,7 +57,7 @@ class Held:
         """
 
         def both(requests: list[np.ndarray]) -> list[torch.Tensor]:
-            every = [*requests, *map(renumber, self._alike())]
+            every = [*requests, *map(renumber, self._alike())] if len(self._besides) else requests
             blocks = take(every)
             if apart and any(t.requires_grad for t in blocks):
                 asking = renumber(self._facts[self._facts[:, 2] & REQUIRES_GRAD != 0, 0])
@@ -76,8 +76,6 @@ class Held:
 
     def _alike(self) -> list[np.ndarray]:
         """The ids of what is no result, apart by type and by whether it requires a gradient."""
-        if not len(self._besides):
-            return []
         kinds = 2 * self._besides[:, 1] + (self._besides[:, 2] & REQUIRES_GRAD)
         return [self._besides[kinds == kind, 0] for kind in np.unique(kinds).tolist()]
 

@@ -124,8 +124,6 @@ if _fast is not None:
     for _name, (_func, _method) in BINARY.items():
         setattr(Value, _name, _fast.Method(_func, _method))
         setattr(WrittenTensor, _name, _fast.Method(_func, _func))
-    for _kind, _slow in ((Value, Value.__dict__["__getitem__"]), (WrittenTensor, item_of_written)):
-        _kind.__getitem__ = _fast.Method(GETITEM, _slow)
     for _how, (_name, _read) in enumerate(READERS.items()):
         setattr(Value, _name, _fast.Method(None, _read, _how))
     _STAND_INS: tuple[Any, ...] = (Value, WrittenTensor)
@@ -141,6 +139,8 @@ if _fast is not None:
                 setattr(_kind, _name, _fast.Method(_func, _func))
     for _kind, _slow in zip(_STAND_INS, (Value.__dict__["__setitem__"], SETITEM), strict=True):
         _kind.__setitem__ = _fast.Method(SETITEM, _slow)
+    for _kind, _slow in zip(_STAND_INS, (Value.__dict__["__getitem__"], item_of_written), strict=True):
+        _kind.__getitem__ = _fast.Method(GETITEM, _slow)
     for _kind in (*_STAND_INS, *BARE):
         _kind.__torch_function__ = _fast.torch_function
 

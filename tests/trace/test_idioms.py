@@ -103,7 +103,8 @@ class Rows(Way):
 
 @torch.no_grad()
 def test_a_row_that_was_written_is_read_without_the_others() -> None:
-    """In the first minibatch, too, where no row of this number was read before; and what is dropped is not put together."""
+    """In the first minibatch, too, where no row of this number was read before; and what is dropped is not put
+    together."""
     torch.manual_seed(0)
     model, batch = Rows(SIZES), trees(random.Random(3))
     recording = record_minibatch(
