@@ -473,6 +473,7 @@ class _Learned:
 class _Pieces:
     """The calls that take the place of the runs of a program, as columns; `added`: their new signatures."""
 
+    tables: RunTables  # of the runs
     occurring: bytes  # bool, of each run
     outside: bytes  # uint8, of each flat output of the runs
     added: tuple[Signature, ...]
@@ -481,9 +482,10 @@ class _Pieces:
     read: tuple[np.ndarray, np.ndarray]  # flat slots that the pieces read, and where each piece's begin
     outputs: tuple[np.ndarray, np.ndarray]  # flat outputs, in the same way
 
-    def fit(self, occurs: np.ndarray, outside: np.ndarray) -> bool:
+    def fit(self, tables: RunTables, occurs: np.ndarray, outside: np.ndarray) -> bool:
         """Whether a program has the same runs, of which others read the same."""
-        return self.occurring == occurs.tobytes() and self.outside == outside.tobytes()
+        of_program = occurs.tobytes(), outside.tobytes()
+        return self.tables is tables and (self.occurring, self.outside) == of_program
 
 
 class Fuser:
@@ -520,17 +522,17 @@ class Fuser:
             return program
         if (
             walked != FOUND
-        ):  # a slot does not read what it read in all programs before: from now on they are two
+        ):  # a slot reads something else than in all programs before: from now on they are two
             run = int(np.searchsorted(tables.first_slot, walked, side="right")) - 1
             for group in family.blocks[run].groups:
                 group.alias.pop(walked - int(tables.first_slot[run]), None)
-            family.tables = family.pieces = None
+            family.tables = None
             return self._put_runs(program, family)
         occurring = np.bincount(program.sig[head[head >= 0]], minlength=len(signatures))
         occurs = occurring[tables.member[tables.first_member[:-1]]] > 0
-        if family.pieces is None or not family.pieces.fit(occurs, outside):
-            family.pieces = self._pieces(family.blocks, tables, occurs, outside)
-        pieces = family.pieces
+        pieces = family.pieces  # another thread may put others there
+        if pieces is None or not pieces.fit(tables, occurs, outside):
+            pieces = family.pieces = self._pieces(family.blocks, tables, occurs, outside)
         if not pieces.added:
             return program
         sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
@@ -563,6 +565,7 @@ class Fuser:
                 rows += self._pieces_of(block, members, asked, len(tables.begins), added)
             first.append(len(rows))
         return _Pieces(
+            tables,
             occurs.tobytes(),
             outside.tobytes(),
             tuple(added),

@@ -199,11 +199,8 @@ static PyObject *values_stale(PyObject *self, PyObject *Py_UNUSED(none))
     if (!stale || !PyList_GET_SIZE(stale))
         return stale;
     Py_DECREF(stale);
-    PyObject *living = values_living(self, NULL);
-    if (!living)
-        return NULL;
-    Py_DECREF(living);
-    return stale_values((Values *)self);
+    Py_XDECREF(values_living(self, NULL));
+    return PyErr_Occurred() ? NULL : stale_values((Values *)self);
 }
 
 static Py_ssize_t values_length(PyObject *self)
