@@ -371,14 +371,14 @@ class Slices(Modules):
 
 
 class Variables(Way):
-    """As before torch 0.4: `Variable(torch.zeros(H))`, `.data`, `h.data.new(...)`."""
+    """As before torch 0.4: `Variable(torch.zeros(H))`, `.data`, `h.data.new(...).requires_grad_()`."""
 
     def encode(self, n: Any) -> Any:
         if n.left is None:
             x = self.embed(Variable(n.word))
             h, c = self.leaf(x)
             h = h + Variable(torch.zeros(self.hidden))
-            c = c + Variable(h.data.new(*h.size()).zero_())
+            c = c + Variable(h.data.new(*h.size()).zero_().requires_grad_())
             return h, c, self.loss(h, n)
         hl, cl, a = self.encode(n.left)
         hr, cr, b = self.encode(n.right)

@@ -191,8 +191,12 @@ class Value(torch.Tensor):
         return not self.requires_grad
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self._recorder.requires_grad(self)
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
 
     @property
     def grad_fn(self) -> object:  # type: ignore[override]
@@ -396,10 +400,10 @@ class Value(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad and not self.requires_grad:
-            raise TraceError(
-                f"requires_grad_() on a value can't be recorded: make the instance's tensor require it{at_line()}"
-            )
-        if not requires_grad and self.requires_grad:
+            if not (self.dtype.is_floating_point or self.dtype.is_complex):
+                raise RuntimeError("only Tensors of floating point and complex dtype can require gradients")
+            self._flags |= REQUIRES_GRAD  # a leaf of the forward's own: nobody asks for its gradient
+        elif not requires_grad and self.requires_grad:
             raise RuntimeError("you can only change requires_grad flags of leaf variables.")
         return self
 

@@ -64,8 +64,23 @@ def test_instances_written_to_through_data_change_no_gradient() -> None:
     torch.testing.assert_close(gradient(loop=True, writes=True), 3 * as_they_were)
 
 
+def switched(h: Any) -> Any:
+    h = h.detach()
+    h.requires_grad = True
+    assert h.requires_grad and h.is_leaf == (type(h) is torch.Tensor)
+    return h
+
+
 @pytest.mark.parametrize(
-    "leaf", [copy.copy, lambda h: Variable(h, requires_grad=True)], ids=["copy", "Variable"]
+    "leaf",
+    [
+        copy.copy,
+        lambda h: Variable(h, requires_grad=True),
+        lambda h: h.detach().requires_grad_(),
+        lambda h: h.new(4).fill_(0.5).requires_grad_(),
+        switched,
+    ],
+    ids=["copy", "Variable", "detach", "new", "attribute"],
 )
 def test_leaves_that_are_made_of_values_require_no_gradient(leaf: Any) -> None:
     made = model(lambda self, x: (leaf(self.a(x)) * 2, self.b(leaf(self.a(x)))), two(), out="list")

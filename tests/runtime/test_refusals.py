@@ -81,10 +81,6 @@ def hook_of_a_value(self: Any, x: Any) -> Any:
     return y + 1
 
 
-def detached_leaf(self: Any, x: Any) -> Any:
-    return self.l(x) + self.l(x).detach().requires_grad_()
-
-
 class Doubling(TorchFunctionMode):
     """Doubles what linear layers give."""
 
@@ -117,7 +113,7 @@ REFUSED = {
     function_mode: r"a torch mode \(Doubling\)", dispatch_mode: r"a torch mode \(Negating\)",
     batch_norm: "BatchNorm1d in training", max_norm: "max_norm", backward_hook: "backward hook", script: "TorchScript",
     old_constructor: r"len\(\) of a 0-d tensor",
-    hook_of_a_value: r"register_hook\(\)", detached_leaf: r"requires_grad_\(\)",
+    hook_of_a_value: r"register_hook\(\)",
     row_view: "another tensor shares its memory", derivative: "torch.autograd.grad", backward: r"backward\(\) inside",
 }  # fmt: skip
 
