@@ -304,6 +304,8 @@ class WithoutPlainSizes(TorchFunctionMode):
     """Functions that ask for sizes or values as plain numbers, by others that don't."""
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func in _POOLINGS and (dims := _whole_dimensions(*args, **(kwargs or {}))):
+            return functools.reduce(_POOLINGS[func], dims, args[0])
         if func in (torch.max_pool1d, F.max_pool1d):
             func = functools.partial(_max_pool1d, func)
         elif func in (torch.bincount, torch.Tensor.bincount):
@@ -416,6 +418,50 @@ def _max_pool1d(
     one = [n[0] if isinstance(n, (list, tuple)) else n for n in numbers]
     size, step, pad, far = ((first, n) for first, n in zip((1, 1, 0, 1), one, strict=True))
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
+
+
+def _largest(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.max(dim, keepdim=True)[0]
+
+
+def _mean(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.mean(dim, keepdim=True)
+
+
+_POOLINGS: dict[object, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    **dict.fromkeys((torch.max_pool1d, F.max_pool1d, torch.max_pool2d, F.max_pool2d), _largest),
+    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d), _mean),
+}
+
+
+def _whole_dimensions(
+    x: torch.Tensor,
+    kernel_size: int | Sequence[int],
+    stride: object = None,
+    padding: object = 0,
+    dilation: object = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    divisor_override: int | None = None,
+    **unread: object,
+) -> list[int]:
+    """The dimensions that a pooling goes over as a whole, `max_pool1d(x, x.size(2))`; none where it is another, or one
+    of several windows."""
+    kernel = tuple(kernel_size) if isinstance(kernel_size, (list, tuple)) else (kernel_size,)
+    first = -len(kernel)
+    whole = [
+        first + i
+        for i, k in enumerate(kernel)
+        if isinstance(k, torch.SymInt) and expression(k) == expression(x.shape[first + i])
+    ]
+    others = [k for i, k in enumerate(kernel) if first + i not in whole]
+    plain = stride in (None, kernel_size) and padding in _ZEROS and dilation in _ONES
+    plain = plain and not return_indices and divisor_override is None
+    return whole if plain and all(type(k) is int and k == 1 for k in others) else []
+
+
+_ZEROS = (0, (0,), (0, 0), [0], [0, 0])
+_ONES = (1, (1,), (1, 1), [1], [1, 1])
 
 
 def _watched(body: Function, flags_known: bool) -> Function:

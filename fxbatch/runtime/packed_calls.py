@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.run import KnownValues, Run
-from fxbatch.signature import CONSTANT_KINDS, tensor_spec
+from fxbatch.signature import CONSTANT_KINDS, Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.table import Entry, SignatureTable, static_key
@@ -47,12 +47,14 @@ FIRST_SECONDS = 0.8  # of building the first one, with this module, which torch 
 _IMPORTED = "torch.export._trace"
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
+_VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
 @dataclass(eq=False)
 class CallFamily:
-    """Calls of one module or function that differ in the sizes of their inputs alone."""
+    """Calls of one module or function that differ in the sizes of their inputs, and in numbers that are such, alone."""
 
+    numbers: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
     members: list[Entry] = field(default_factory=list)
     keys: list[object] = field(default_factory=list)  # of the members among the entries of their module
     function: PackedFunction | None = None
@@ -115,7 +117,7 @@ class PackedCalls:
             for shape, t in zip(function.output_shapes(sizes), member.signature.outputs, strict=True)
         )
         signature = dataclasses.replace(
-            member.signature, inputs=types, outputs=outputs, sizes=family,
+            member.signature, inputs=types, outputs=outputs, arguments=arguments.template(), sizes=family,
         )  # fmt: skip
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
@@ -175,18 +177,23 @@ class PackedCalls:
 
     def _family(self, entries: dict[object, Any], arguments: Any, of: object) -> CallFamily:
         template, types = arguments.template(), arguments.types()
-        key = (
-            "sizes",
-            of,
-            str(template.spec),
-            tuple(x if type(x) is Slot else static_key(x) for x in template.leaves),
-            tuple((len(t.shape), t.dtype, t.device) for t in types),
-            tuple(s.key for s in arguments.shared),
-        )
-        family: CallFamily | None = entries.get(key)
-        if family is None:
-            family = entries[key] = CallFamily()
-        return family
+        numbers = _sizes_in(template, types, of)
+        while True:
+            key = (
+                "sizes",
+                of,
+                str(template.spec),
+                tuple(
+                    ("size", numbers[i]) if i in numbers else x if type(x) is Slot else static_key(x)
+                    for i, x in enumerate(template.leaves)
+                ),
+                tuple((len(t.shape), t.dtype, t.device) for t in types),
+                tuple(s.key for s in arguments.shared),
+            )
+            family: CallFamily = entries.setdefault(key, CallFamily(numbers))
+            if not family.reason or not numbers:
+                return family
+            numbers = {}  # then the numbers are what they are
 
     def _build(self, family: CallFamily, types: Sequence[TensorSpec]) -> None:
         from fxbatch.ragged.packed_function import PackedFunction
@@ -209,7 +216,12 @@ class PackedCalls:
         count = len(signature.inputs)
 
         def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            return signature.run(tensors[:count], tensors[count:])
+            leaves = list(signature.arguments.leaves)
+            for place, size in family.numbers.items():
+                leaves[place] = -1 if size is None else tensors[size[0]].shape[size[1]]
+            sized = dataclasses.replace(signature.arguments, leaves=tuple(leaves))
+            call = dataclasses.replace(signature, arguments=sized) if family.numbers else signature
+            return call.run(tensors[:count], tensors[count:])
 
         example = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in signature.inputs]
         shared = [s.resolve() for s in signature.shared]
@@ -431,6 +443,21 @@ def _stack_key(arguments: Any) -> object:
     return "stack", types.pop()
 
 
+def _sizes_in(
+    template: Template, types: Sequence[TensorSpec], function: object
+) -> dict[int, tuple[int, int] | None]:
+    """Which arguments are sizes of an input, which and which of its dimensions: `x.view(len(x), -1)`. None for what
+    the others leave to a `view`."""
+    sizes = {n: (i, d) for i, t in reversed([*enumerate(types)]) for d, n in reversed([*enumerate(t.shape)]) if n > 1}
+    numbers = {i: x for i, x in enumerate(template.leaves) if type(x) is int}
+    places: dict[int, tuple[int, int] | None] = {i: sizes[x] for i, x in numbers.items() if x in sizes}
+    if function in _VIEWS and -1 not in numbers.values():
+        rest = next((i for i, x in numbers.items() if x not in sizes and x > 1), None)
+        if rest is not None:
+            places[rest] = None
+    return places
+
+
 def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[int]:
     return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
 
@@ -458,7 +485,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
-    program = run.resolved(run.planner.take_rows_first(eliminate_dead(program)))
+    program = run.resolved(run.planner.take_rows_first(_met_alone(eliminate_dead(program))))
     waits = _packed_calls(packed, program) & ~summed_stacks(program)
     if program.known or not waits.any() or _stacks_too_often(packed, program):
         return program
@@ -472,6 +499,18 @@ def after_packed_calls(run: Run, program: Program) -> Program:
         program = packed.resolve(table, program, run.known, grad=run.grad)
         waits = _packed_calls(packed, program) & ~summed_stacks(program)
     return program
+
+
+def _met_alone(program: Program) -> Program:
+    """The program with those signatures alone that its calls have: the table has one for each size that was met."""
+    met, sig = np.unique(program.sig, return_inverse=True)
+    if program.known or 2 * len(met) > len(program.signatures):
+        return program
+    constants = {k: program.constants[s] for k, s in enumerate(met.tolist()) if s in program.constants}
+    signatures = tuple(map(program.signatures.__getitem__, met.tolist()))
+    return dataclasses.replace(
+        program, signatures=signatures, sig=sig.astype(np.int32), constants=constants
+    )
 
 
 def _stacks_too_often(packed: PackedCalls, program: Program) -> bool:

@@ -538,7 +538,10 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
     leaves, spec = tree_flatten(result)
     if not any(isinstance(x, torch.Tensor) for x in leaves):
         return result
-    if not any(isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
+    asked = recorder.knowledge.grad and any(x.requires_grad for x in (*arguments.values, *shared))
+    if not asked or not any(
+        isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves
+    ):
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
     types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
     key = ("dependent", key, types)
