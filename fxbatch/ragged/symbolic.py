@@ -301,9 +301,12 @@ _FLAGS = ("requires_grad", "is_leaf")
 
 
 class WithoutPlainSizes(TorchFunctionMode):
-    """Functions that ask for sizes or values as plain numbers, by others that don't."""
+    """Functions that ask for sizes or values as plain numbers, by others that don't. It counts all functions."""
+
+    calls = 0
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
+        self.calls += 1
         if func in _POOLINGS and (dims := _whole_dimensions(*args, **(kwargs or {}))):
             return functools.reduce(_POOLINGS[func], dims, args[0])
         if func in (torch.max_pool1d, F.max_pool1d):

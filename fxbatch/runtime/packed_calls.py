@@ -448,7 +448,12 @@ def _sizes_in(
 ) -> dict[int, tuple[int, int] | None]:
     """Which arguments are sizes of an input, which and which of its dimensions: `x.view(len(x), -1)`. None for what
     the others leave to a `view`."""
-    sizes = {n: (i, d) for i, t in reversed([*enumerate(types)]) for d, n in reversed([*enumerate(t.shape)]) if n > 1}
+    sizes = {
+        n: (i, d)
+        for i, t in reversed([*enumerate(types)])
+        for d, n in reversed([*enumerate(t.shape)])
+        if n > 1
+    }
     numbers = {i: x for i, x in enumerate(template.leaves) if type(x) is int}
     places: dict[int, tuple[int, int] | None] = {i: sizes[x] for i, x in numbers.items() if x in sizes}
     if function in _VIEWS and -1 not in numbers.values():
@@ -508,9 +513,7 @@ def _met_alone(program: Program) -> Program:
         return program
     constants = {k: program.constants[s] for k, s in enumerate(met.tolist()) if s in program.constants}
     signatures = tuple(map(program.signatures.__getitem__, met.tolist()))
-    return dataclasses.replace(
-        program, signatures=signatures, sig=sig.astype(np.int32), constants=constants
-    )
+    return dataclasses.replace(program, signatures=signatures, sig=sig.astype(np.int32), constants=constants)
 
 
 def _stacks_too_often(packed: PackedCalls, program: Program) -> bool:

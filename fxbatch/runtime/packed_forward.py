@@ -61,7 +61,7 @@ from fxbatch.torch_private import (
 )
 from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
-from fxbatch.trace.operations import BodyError, run_on_fakes
+from fxbatch.trace.operations import BodyError, BodyRun, run_on_fakes
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.state import Bounds, autocast_state, current_recorder, sizes_of
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
@@ -303,11 +303,19 @@ class PackedForward:
         if examined.coupled:
             body.trackers = trackers(self.root)
         shared = [s.resolve() for s in examined.shared]
-        types = [TensorSpec.of(t) for t in tensors]
-        with WithoutPlainSizes(), IndexByTensor():
-            outcome = run_on_fakes(
-                body.once, types, shared, grad=torch.is_grad_enabled(), loops=bool(self.options.plain)
-            )
+
+        def calls_of(i: int) -> tuple[BodyRun, int]:
+            types = [TensorSpec.of(t) for t in [*[c[i] for c in columns.tensors], *columns.whole]]
+            with WithoutPlainSizes() as mode, IndexByTensor():
+                outcome = run_on_fakes(
+                    body.once, types, shared, grad=torch.is_grad_enabled(), loops=bool(self.options.plain)
+                )
+            return outcome, mode.calls
+
+        outcome, calls = calls_of(example)
+        others = _unlike(columns.sizes(dynamic), example)
+        if others and len({calls, *(calls_of(i)[1] for i in others)}) == 3:
+            raise NoPackedForm("it makes another number of calls for each size, as a loop does")
         if (changed := body.changed()) or outcome.written or outcome.written_shared or not outcome.outputs:
             raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)
@@ -384,6 +392,15 @@ class PackedForward:
         variant.calls += 1
         variant.instances += z.n
         return outputs, z
+
+
+def _unlike(sizes: Sequence[np.ndarray], example: int) -> list[int]:
+    """Two other instances, if there are any, all of whose sizes are none of the example's, nor of one another."""
+    found = [example]
+    for i in range(len(sizes[0])):
+        if len(found) < 3 and all(s[i] > 1 and s[i] not in s[found] for s in sizes):
+            found.append(i)
+    return found[1:] if len(found) == 3 else []
 
 
 def example_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

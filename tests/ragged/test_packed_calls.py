@@ -89,6 +89,34 @@ def test_encoder_whose_rows_feed_a_tree(cls: Any) -> None:
     assert all(f.steps <= 3 for f in last)
 
 
+class SizesAmongArguments(Parser):
+    """Sizes among the arguments: of views, of an expansion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 4, bidirectional=True)
+
+    @fxbatch.autobatch(out="list", adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
+        n = len(s.words)
+        h, _ = self.rnn(self.embed(s.words).view(n, 1, 8))
+        pairs = h.reshape(n, 2, 4).transpose(0, 1).reshape(2 * n, 4)
+        both = pairs.view(2, n, 4).sum(0).repeat(1, 2) + h.view(n, -1)
+        return self.out(torch.tanh(both) * h.sum(2).expand(n, 8))
+
+
+def test_numbers_that_are_sizes_make_no_families_of_their_own() -> None:
+    model = SizesAmongArguments().double()
+    for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 8), (7, 5, 11, 12, 4)):
+        batch = [Sentence(n) for n in sizes]
+        check_equal(model, batch)
+    met = [(f.signature.name, f.calls) for f in families(model) if f.signature]
+    names = [name for name, _ in met]
+    assert [names.count(name) for name in ("view", "reshape", "expand")] == [2, 2, 1]
+    assert all(2 * calls > dict(met)["embed"] for _, calls in met)
+
+
 def test_new_sizes_run_no_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     import fxbatch.trace.modules as modules
 

@@ -141,6 +141,21 @@ def test_code_that_does_something_else_for_each_size_is_traced_a_few_times(
     assert len(traces) == 1 + symbolic.FAILED
 
 
+def test_a_loop_over_the_rows_is_not_traced_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sizes make three numbers of calls: that needs no symbols."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x[0]
+        for row in x[1:]:
+            h = torch.tanh(self.l(h) + row)
+        return h
+
+    made = model(forward, {"l": nn.Linear(8, 8)}, adaptive=False)
+    traces = _traces(monkeypatch)
+    check_equal(made, [torch.randn(t, 8) for t in (4, 7, 3, 6)])
+    assert not traces
+
+
 def test_instances_that_the_first_graph_is_not_for_get_another() -> None:
     made = model(
         lambda self, x: self.l(x).sum(0) if len(x) > 4 else self.l(x).mean(0), {"l": nn.Linear(8, 4)}
