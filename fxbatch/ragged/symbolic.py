@@ -452,15 +452,13 @@ def _whole_dimensions(
     of several windows."""
     kernel = tuple(kernel_size) if isinstance(kernel_size, (list, tuple)) else (kernel_size,)
     first = -len(kernel)
-    whole = [
-        first + i
-        for i, k in enumerate(kernel)
-        if isinstance(k, torch.SymInt) and expression(k) == expression(x.shape[first + i])
-    ]
-    others = [k for i, k in enumerate(kernel) if first + i not in whole]
+    sizes = [expression(size) for size in x.shape[first:]]
+    whole = [first + i for i, k in enumerate(kernel) if expression(k) == sizes[i]]
     plain = stride in (None, kernel_size) and padding in _ZEROS and dilation in _ONES
     plain = plain and not return_indices and divisor_override is None
-    return whole if plain and all(type(k) is int and k == 1 for k in others) else []
+    windows = [k for i, k in enumerate(kernel) if first + i not in whole and expression(k) != 1]
+    large = [d for d in whole if sizes[d] != 1]  # of two, one would meet equal numbers in another order
+    return whole if plain and not windows and len(large) <= 1 else []
 
 
 _ZEROS = (0, (0,), (0, 0), [0], [0, 0])

@@ -107,7 +107,9 @@ OF_ROWS: dict[str, Case] = {
     "largest of all rows": (
         lambda x: F.max_pool1d(x.t()[None], len(x)) + F.max_pool2d(x[None], (len(x), 1)).mT, SOME, (),
     ),
-    "mean of all rows": (lambda x: F.avg_pool1d(x.t(), kernel_size=len(x)) + F.avg_pool2d(x[None], (len(x), 1)).mT, SOME, ()),
+    "mean of all rows": (
+        lambda x: F.avg_pool1d(x.t(), kernel_size=len(x)) + F.avg_pool2d(x[None], (len(x), 1)).mT, SOME, (),
+    ),
     "bag, pooled": (lambda x: F.max_pool1d(x.view(len(x), 2, 3), 2).sum(0), ALL, ()),
     "padded to a length": (lambda x: F.pad(x, (0, 0, 0, 8 - len(x)), value=2.0), ALL, ()),
     "padded in front to a length": (lambda x: F.pad(x.t(), (8 - len(x), 0)), ALL, ()),
