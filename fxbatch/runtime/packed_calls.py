@@ -216,6 +216,7 @@ class PackedCalls:
         count = len(signature.inputs)
 
         def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            assert signature.arguments is not None
             leaves = list(signature.arguments.leaves)
             for place, size in family.numbers.items():
                 leaves[place] = -1 if size is None else tensors[size[0]].shape[size[1]]
