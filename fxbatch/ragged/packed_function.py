@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
-from fxbatch.ragged.lower import Lowered, Packed, lower
+from fxbatch.ragged.lower import WHOLE, Lowered, Packed, lower
 from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
@@ -331,6 +331,32 @@ class PackedMinibatch:
 _RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 
 
+class PackedColumn:
+    """One tensor of each instance, in the layout in which a packed function gives and takes them."""
+
+    def __init__(
+        self, tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
+    ) -> None:
+        self.tensor = tensor
+        self._layout, self._axes, self._lengths, self._n = layout, axes, lengths, n
+        self._grad = torch.is_grad_enabled()
+        self._parts: list[torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self._parts is None:
+            with torch.set_grad_enabled(self._grad):
+                self._parts = apart(self.tensor, self._layout, self._axes, self._lengths, self._n)
+        return self._parts[i]
+
+    def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
+        """The sizes of these dimensions; None where other ones differ."""
+        as_they_lie = self._layout != WHOLE and tuple(dims) == tuple(self._axes)
+        return [x.sizes for x in self._lengths] if as_they_lie else None
+
+
 @dataclass
 class PackedFunction:
     """A body over all instances of a minibatch."""
@@ -372,17 +398,17 @@ class PackedFunction:
             for o in self.lowered.outputs
         ]
 
-    def columns_of(self, columns: Sequence[Sequence[torch.Tensor]]) -> list[np.ndarray]:
+    def columns_of(self, columns: Sequence[Sequence[torch.Tensor] | PackedColumn]) -> list[np.ndarray]:
         """The sizes of each instance, one column a symbol."""
-        return [
-            np.array([t.shape[d] for t in column], dtype=np.int64)
-            for column, dims in zip(columns, self.dynamic, strict=True)
-            for d in dims
-        ]
+        sizes: list[np.ndarray] = []
+        for column, dims in zip(columns, self.dynamic, strict=True):
+            lengths = column.sizes(dims) if isinstance(column, PackedColumn) else None
+            sizes += lengths or [np.array([t.shape[d] for t in column], dtype=np.int64) for d in dims]
+        return sizes
 
     def __call__(
         self,
-        columns: Sequence[Sequence[torch.Tensor]],
+        columns: Sequence[Sequence[torch.Tensor] | PackedColumn],
         shared: Sequence[torch.Tensor],
         sizes: Sequence[np.ndarray],
         device: torch.device,
@@ -410,21 +436,30 @@ class PackedFunction:
     def packed(
         self,
         place: int,
-        column: Sequence[torch.Tensor],
+        column: Sequence[torch.Tensor] | PackedColumn,
         dims: Sequence[int],
         sizes: Sequence[np.ndarray],
         device: torch.device,
     ) -> torch.Tensor:
         """An input of all instances in its layout."""
+        if isinstance(column, PackedColumn):
+            if column.sizes(dims) is not None:
+                return column.tensor
+            column = [column[i] for i in range(len(column))]
         first = sum(len(d) for d in self.dynamic[:place])
         lengths = [Lengths(x, device) for x in sizes[first : first + 2]] if len(dims) == 2 else []
         return together(column, dims, lengths)
 
     def apart(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> list[torch.Tensor]:
         """An output as the tensors of the instances."""
+        column = self.column(output, tensor, z)
+        return [column[i] for i in range(z.n)]
+
+    def column(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> PackedColumn:
+        """An output as it is, from which the tensors of the instances are taken when somebody asks for one."""
         sizes_of_output = [output.shape[a] for a in output.axes]
         lengths = [
             z.sizes_by_values[e] if e in z.sizes_by_values else z.lengths[self.lowered.lengths.index(e)]
             for e in sizes_of_output
         ]
-        return apart(tensor, output.layout, output.axes, lengths, z.n)
+        return PackedColumn(tensor, output.layout, output.axes, lengths, z.n)

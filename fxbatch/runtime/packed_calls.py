@@ -15,6 +15,7 @@ A signature of a packed call is whole: where it is not resolved, it runs as any 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,9 @@ from fxbatch.torch_private import any_autocast
 from fxbatch.trace.table import Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
-    from fxbatch.ragged.packed_function import PackedFunction
+    from fxbatch.ragged.packed_function import PackedColumn, PackedFunction
+
+    Column = Sequence[torch.Tensor] | PackedColumn
 
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
@@ -188,6 +191,7 @@ class PackedCalls:
                     for i, x in enumerate(template.leaves)
                 ),
                 tuple((len(t.shape), t.dtype, t.device) for t in types),
+                _repeated(types),
                 tuple(s.key for s in arguments.shared),
             )
             family: CallFamily = entries.setdefault(key, CallFamily(numbers))
@@ -249,6 +253,12 @@ class PackedCalls:
 
         known: what is known of this minibatch's values; it grows.
         """
+        return _at_hand(self.resolve_as_columns(table, program, known, grad=grad))
+
+    def resolve_as_columns(
+        self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
+    ) -> Program:
+        """`resolve`, but constants may be places in columns: many of them are read by nobody."""
         if not self.families:
             return program
         held = known.held
@@ -298,14 +308,14 @@ class PackedCalls:
                 work.give(calls, [[torch.stack(work.inputs_of(c)) for c in calls]])
             return
         signature = program.signatures[program.sig[calls[0]]]
-        columns = list(zip(*map(work.inputs_of, calls), strict=True))
+        columns = work.columns_of(calls)
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
-            if not family.checked and not self._agrees(family, columns, shared):
+            if not family.checked and not self._agrees(family, [[c[i] for i in range(len(calls))] for c in columns], shared):
                 return
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
-            parts = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-        work.give(calls, parts)
+            parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+        work.give(calls, [[(part, i) for i in range(z.n)] for part in parts])
 
     def _agrees(
         self, family: CallFamily, columns: Sequence[Sequence[torch.Tensor]], shared: Sequence[torch.Tensor]
@@ -343,7 +353,7 @@ class _Resolution:
         self.held, self.constant = values.held, values.constant
         self.resolved = np.zeros(len(program), dtype=bool)
         self._at_hand = np.zeros(int(program.first_value[-1]), dtype=bool)  # by value: whether it is there
-        there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, int, float))]
+        there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, tuple, int, float))]
         self._at_hand[there] = self._at_hand[list(self.held)] = True
         self._inputs, self._offsets = program.inputs.tolist(), program.input_offsets.tolist()
 
@@ -352,17 +362,34 @@ class _Resolution:
         p = self.program
         return np.bincount(p.reader[~self._at_hand[p.inputs]], minlength=len(p)) == 0
 
+    def columns_of(self, calls: list[int]) -> list[Column]:
+        """What these calls read, by input: tensors, or a packed column that has them in this order."""
+        columns: list[Column] = []
+        for k, t in enumerate(self.program.signatures[self.program.sig[calls[0]]].inputs):
+            values = [self._inputs[self._offsets[c] + k] for c in calls]
+            places = [self.held[v] if v in self.held else self.constant[v] for v in values]
+            column = places[0][0] if isinstance(places[0], tuple) else ()
+            as_they_lie = len(column) == len(values) and all(
+                isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
+            )
+            columns.append(column if as_they_lie else [self.tensor(v, t) for v in values])
+        return columns
+
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
-        tensors = [self.held[v] if v in self.held else self.constant[v] for v in values]
         types = self.program.signatures[self.program.sig[c]].inputs
-        return [
-            x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
-            for x, t in zip(tensors, types, strict=True)
-        ]
+        return [self.tensor(v, t) for v, t in zip(values, types, strict=True)]
 
-    def give(self, calls: Sequence[int], parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    def tensor(self, v: int, t: TensorSpec) -> torch.Tensor:
+        """The tensor that a value is, of this type."""
+        x = self.held[v] if v in self.held else self.constant[v]
+        if isinstance(x, tuple):
+            column, i = x
+            x = self.held[v] = column[i]
+        return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
+
+    def give(self, calls: Sequence[int], parts: Sequence[Sequence[object]]) -> None:
         """Calls have run; parts: the values of each output."""
         first = self.program.first_value[calls]
         for k, column in enumerate(parts):
@@ -391,8 +418,9 @@ class _Resolution:
                 if source not in self.held or not isinstance(at, int):
                     continue
                 if source not in rows:
-                    with torch.set_grad_enabled(self.held[source].requires_grad):
-                        rows[source] = self.held[source].unbind(0)
+                    whole = self.tensor(source, p.signatures[s].inputs[0])
+                    with torch.set_grad_enabled(whole.requires_grad):
+                        rows[source] = whole.unbind(0)
                 if at == ALL:
                     self.constant.update(enumerate(rows[source], value))
                 else:
@@ -425,7 +453,18 @@ class _Resolution:
         return dataclasses.replace(new, constants=constants)
 
 
-def _readers(program: Program, held: dict[int, torch.Tensor]) -> np.ndarray:
+def _at_hand(program: Program) -> Program:
+    """The program with the tensors that its constants are, where these are places in columns."""
+    if not any(type(x) is tuple for payload in program.constants.values() for x in payload):
+        return program
+    constants = {
+        s: [x[0][x[1]] if type(x) is tuple else x for x in payload]
+        for s, payload in program.constants.items()
+    }
+    return dataclasses.replace(program, constants=constants)
+
+
+def _readers(program: Program, held: dict[int, object]) -> np.ndarray:
     """The calls that read one of these values, in order."""
     if not held:
         return np.zeros(0, dtype=np.int64)
@@ -464,6 +503,15 @@ def _sizes_in(
     return places
 
 
+def _repeated(types: Sequence[TensorSpec]) -> tuple[tuple[int, ...], ...]:
+    """By input the dimensions of one, from the end, where another has more: a pointwise function repeats them."""
+    most = [max(sizes) for sizes in itertools.zip_longest(*(t.shape[::-1] for t in types), fillvalue=1)]
+    return tuple(
+        tuple(d for d, (n, m) in enumerate(zip(t.shape[::-1], most, strict=False)) if n == 1 < m)
+        for t in types
+    )
+
+
 def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[int]:
     return [t.shape[d] for t, dims in zip(types, dynamic, strict=True) for d in dims]
 
@@ -491,20 +539,19 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
-    program = run.resolved(run.planner.take_rows_first(_met_alone(eliminate_dead(program))))
-    waits = _packed_calls(packed, program) & ~summed_stacks(program)
-    if program.known or not waits.any() or _stacks_too_often(packed, program):
-        return program
-    if _segment_of(program, waits).max() > MOST:
-        return program
-    before = len(program)
-    while waits.any() and waits.sum() < before:  # some were packed
-        before = waits.sum()
-        program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
+    program = run.planner.take_rows_first(_met_alone(eliminate_dead(program)))
+    if program.known:
+        return run.resolved(program)
+    before = 0
+    while True:
+        program = eliminate_dead(packed.resolve_as_columns(table, program, run.known, grad=run.grad))
         run.known = KnownValues()  # values have other numbers now
-        program = packed.resolve(table, program, run.known, grad=run.grad)
         waits = _packed_calls(packed, program) & ~summed_stacks(program)
-    return program
+        left = int(waits.sum())
+        if not left or (left >= before if before else _too_often(packed, program, waits)):
+            return _at_hand(program)
+        before = left
+        program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
 
 
 def _met_alone(program: Program) -> Program:
@@ -517,12 +564,13 @@ def _met_alone(program: Program) -> Program:
     return dataclasses.replace(program, signatures=signatures, sig=sig.astype(np.int32), constants=constants)
 
 
-def _stacks_too_often(packed: PackedCalls, program: Program) -> bool:
-    """Whether rows of many small tensors are stacked, as of the neighbours of each node: there sums over stacks are
-    additions."""
+def _too_often(packed: PackedCalls, program: Program, waits: np.ndarray) -> bool:
+    """Whether packed calls would wait for one another too often, or rows of many small tensors are stacked, as of the
+    neighbours of each node: there sums over stacks are additions."""
     families = [packed.family_of(s) for s in program.signatures]
     stacks = np.array([f is not None and f.stacks for f in families])
-    return int(stacks[program.sig].sum()) > STACKS * program.instances
+    many = int(stacks[program.sig].sum()) > STACKS * program.instances
+    return many or int(_segment_of(program, waits).max()) > MOST
 
 
 def _packed_calls(packed: PackedCalls, program: Program) -> np.ndarray:
@@ -554,7 +602,7 @@ def _run_first(
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
-    tensors = _run(run, select_calls(dataclasses.replace(program, outputs=values), segment))
+    tensors = _run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment)))
     work = _Resolution(program, KnownValues())
     work.held.update(zip(values.tolist(), tensors, strict=True))
     work.resolved |= ran

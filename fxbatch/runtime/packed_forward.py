@@ -396,11 +396,11 @@ class PackedForward:
 
 def _unlike(sizes: Sequence[np.ndarray], example: int) -> list[int]:
     """Two other instances, if there are any, all of whose sizes are none of the example's, nor of one another."""
-    found = [example]
+    chosen = [example]
     for i in range(len(sizes[0])):
-        if len(found) < 3 and all(s[i] > 1 and s[i] not in s[found] for s in sizes):
-            found.append(i)
-    return found[1:] if len(found) == 3 else []
+        if len(chosen) < 3 and all(s[i] > 1 and s[i] not in s[chosen] for s in sizes):
+            chosen.append(i)
+    return chosen[1:] if len(chosen) == 3 else []
 
 
 def example_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,7 +46,9 @@ class KnownValues:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     def __init__(self) -> None:
-        self.held: dict[int, torch.Tensor] = {}  # what packed calls gave
+        self.held: dict[
+            int, object
+        ] = {}  # what packed calls gave: tensors, or columns and the places in them
         self._constant: dict[int, object] = {}
         self._programs: list[Program] = []  # whose constants nobody has asked for
 

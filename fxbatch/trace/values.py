@@ -402,7 +402,7 @@ class Value(torch.Tensor):
         if requires_grad and not self.requires_grad:
             if not (self.dtype.is_floating_point or self.dtype.is_complex):
                 raise RuntimeError("only Tensors of floating point and complex dtype can require gradients")
-            self._flags |= REQUIRES_GRAD  # a leaf of the forward's own: nobody asks for its gradient
+            self._flags |= REQUIRES_GRAD  # a leaf of the forward: nobody asks for its gradient
         elif not requires_grad and self.requires_grad:
             raise RuntimeError("you can only change requires_grad flags of leaf variables.")
         return self
