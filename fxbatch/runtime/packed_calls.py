@@ -311,7 +311,9 @@ class PackedCalls:
         columns = work.columns_of(calls)
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
-            if not family.checked and not self._agrees(family, [[c[i] for i in range(len(calls))] for c in columns], shared):
+            if not family.checked and not self._agrees(
+                family, [[c[i] for i in range(len(calls))] for c in columns], shared
+            ):
                 return
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
             parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]

@@ -15,6 +15,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
@@ -327,16 +328,24 @@ def _asked_by_torch(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).split(".")[0] == "torch"
 
 
-_OF_DEVICE = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda", "is_meta")
-) | {torch.Tensor.get_device}
+_META = torch.device("meta")
+with _META:  # torch looks its factories up once: not while others stand for them here
+    torch.empty(0)
+# What a tensor on "meta" says of its device, in place of the real one's.
+_OF_DEVICE: dict[object, Callable[[torch.device], object]] = {
+    torch.Tensor.device.__get__: lambda device: device,
+    torch.Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    torch.Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__: lambda _: False,  # type: ignore[attr-defined]
+    torch.Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+}
 
 
 class _CallWatch(TorchFunctionMode):
     """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it),
     more than `most` calls of torch, and more than MOST_USES calls of a function with one of `weights`.
 
-    device: of the user, where tensors are on "meta"; what says something else of these is refused."""
+    device: of the user, where tensors are on "meta": it is named in the place of that, and "meta" where it is named."""
 
     def __init__(
         self, most: int | None, weights: Sequence[torch.Tensor], device: torch.device | None = None
@@ -360,7 +369,10 @@ class _CallWatch(TorchFunctionMode):
             return _by_one_step(func, *args)
         if self.device is not None:
             if func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1)):
-                raise BodyError("asks for the device")
+                return _OF_DEVICE[func](self.device)
+            args = tuple(_META if isinstance(x, torch.device) and x == self.device else x for x in args)
+            if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]) == self.device:
+                kwargs = {**kwargs, "device": _META}
             if func in _OTHER_ON_META and func not in _OF_MEMORY:
                 raise BodyError("calls what is other on tensors without memory")
         if func in _OF_MEMORY:
@@ -414,7 +426,6 @@ def is_torchs_own(func: object) -> bool:
 _OTHER_ON_META = (
     _OF_MEMORY | named_functions("native_batch_norm _native_batch_norm_legit ctc_loss") | {F.ctc_loss}
 )
-_META = torch.device("meta")
 _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
@@ -450,13 +461,15 @@ def _run_without_memory(
         ]
         before, operands_before = [t._version for t in tensors], [t._version for t in operands]
         try:
-            with watch, _CallWatch(most, (), device):
+            of_factories = _META if device == torch.get_default_device() else nullcontext()
+            with of_factories, watch, _CallWatch(most, (), device):
                 result = body(list(tensors), list(operands))
         except Exception:  # noqa: BLE001 - fake tensors say what is wrong, if anything is
             return None
         leaves = tree_leaves(result)
         if not leaves or not all(
-            isinstance(x, torch.Tensor) and x.is_meta and x.layout is torch.strided for x in leaves
+            x is None or (isinstance(x, torch.Tensor) and x.is_meta and x.layout is torch.strided)
+            for x in leaves
         ):
             return None
         types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
