@@ -42,6 +42,7 @@ from fxbatch.torch_private import (
     run_backward,
     without_autograd,
 )
+from fxbatch.trace.operations import data_of_tensors
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -259,9 +260,16 @@ class _DetachUnderNoGrad(QuietDispatchMode):
 
 
 class IndexByTensor(TorchFunctionMode):
-    """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value."""
+    """`w[i]` with a 0-dim integer tensor i stays an index: PyTorch would ask for its value. `x.data` is `x.detach()`,
+    of which a graph knows where it comes from, and who writes to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = data_of_tensors()
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func in self.data:
+            return args[0].detach()
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(_is_position(x) for x in indices) and all(

@@ -48,7 +48,7 @@ from fxbatch.torch_private import (
     tree_flatten,
     without_symbols,
 )
-from fxbatch.trace.operations import one_hot_within
+from fxbatch.trace.operations import data_of_tensors, one_hot_within
 from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
 from fxbatch.trace.torch_patches import functions_refused
 
@@ -296,17 +296,22 @@ def _sizes_of_fakes(code: Iterable[object]) -> Iterator[None]:
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
 _LOST = ("register_hook", "retain_grad", "requires_grad_", "backward", "register_post_accumulate_grad_hook")
-_READ = ("grad", "grad_fn", "data")
+_READ = ("grad", "grad_fn")
 _FLAGS = ("requires_grad", "is_leaf")
 
 
 class WithoutPlainSizes(TorchFunctionMode):
     """Functions that ask for sizes or values as plain numbers, by others that don't. It counts all functions."""
 
-    calls = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.data = data_of_tensors()
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.calls += 1
+        if func in self.data:  # of a detached one the graph knows where it comes from
+            return args[0].detach()
         if func in _POOLINGS and (dims := _whole_dimensions(*args, **(kwargs or {}))):
             return functools.reduce(_POOLINGS[func], dims, args[0])
         if func in (torch.max_pool1d, F.max_pool1d):

@@ -341,6 +341,13 @@ _OF_DEVICE: dict[object, Callable[[torch.device], object]] = {
 }
 
 
+def data_of_tensors() -> tuple[object, object]:
+    """What `x.data` is to `__torch_function__`: torch's own, and what stands for it while a recording runs."""
+    own: Any = torch._C.TensorBase.data
+    data: Any = torch.Tensor.data
+    return own.__get__, data.__get__
+
+
 class _CallWatch(TorchFunctionMode):
     """Refuses what the user's code asks about a tensor's memory (torch's own code only chooses a faster way by it),
     more than `most` calls of torch, and more than MOST_USES calls of a function with one of `weights`.
@@ -352,6 +359,7 @@ class _CallWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.device = device
+        self.data = data_of_tensors()
         self.left = math.inf if most is None else most
         self.most = most
         self.weights = {id(w) for w in weights if w.dim() > 1}
@@ -365,6 +373,8 @@ class _CallWatch(TorchFunctionMode):
             self.uses[key] = self.uses.get(key, 0) + 1
             if self.uses[key] > MOST_USES:
                 raise BodyError(f"loops over {function_name(func)}: the steps of all instances batch better")
+        if func in self.data:  # what is written to it is noticed then
+            return args[0].detach()
         if func in _RECURRENT and _has_steps(*args):
             return _by_one_step(func, *args)
         if self.device is not None:

@@ -42,6 +42,7 @@ from fxbatch.trace.plain_objects import (
     CONSTANTS,
     CONTAINERS,
     GIVING,
+    GIVING_TENSORS,
     METHODS_OF_MODULES,
     NEVER_CALLED,
     OF_TENSORS,
@@ -429,11 +430,14 @@ class Walk:
                 "__call__",
             ):
                 return self.refuse(f"calls {name}() of a module")
+            named = name == "items" or name.startswith("named_")
+            if name in GIVING_TENSORS:
+                out |= self._row((DATA, DATA)) if named else DATA
+                continue
             if name in METHODS_OF_MODULES and name != "forward":
                 parts = frozenset(
                     Thing(part, self.tree.get(id(part), name)) for part in m.modules() if part is not m
                 )
-                named = name == "items" or name.startswith("named_")
                 out |= self._row((DATA, parts)) if named else parts
             self._torch_module(thing)
         for thing in frozenset().union(*args):

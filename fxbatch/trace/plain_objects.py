@@ -64,7 +64,8 @@ _TORCH_STATE = (
 )  # fmt: skip
 _TORCH_CLASSES = (
     torch.Size, torch.device, torch.Tensor, torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.autocast,
-    torch.finfo, torch.iinfo, torch.cuda.amp.autocast, torch.cpu.amp.autocast,
+    torch.finfo, torch.iinfo, torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.autograd.Variable,
+    torch.FloatTensor, torch.DoubleTensor, torch.LongTensor, torch.IntTensor, torch.ByteTensor, torch.BoolTensor,
 )  # fmt: skip
 _FUNCTIONS = frozenset({
     functools.reduce, torch.autograd.grad, torch.cuda.is_available, np.prod, np.sum, np.cumsum, np.arange, np.array,
@@ -77,8 +78,8 @@ _STATELESS = frozenset(
 # What a tensor says of itself, as fake ones say it. Its methods are those below; what else it has is refused, and what
 # it has not is a field of a named tuple.
 OF_TENSORS = frozenset({
-    "H", "T", "device", "dtype", "imag", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse", "is_sparse_csr",
-    "is_nested", "itemsize", "layout", "mH", "mT", "nbytes", "ndim", "real", "shape",
+    "H", "T", "data", "device", "dtype", "imag", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_sparse",
+    "is_sparse_csr", "is_nested", "itemsize", "layout", "mH", "mT", "nbytes", "ndim", "real", "shape",
 })  # fmt: skip
 REFUSED_METHODS = frozenset({
     "apply_", "map_", "map2_", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
@@ -88,6 +89,9 @@ REFUSED_METHODS = frozenset({
 METHODS_OF_MODULES = frozenset({
     "forward", "items", "keys", "values", "children", "named_children", "modules", "named_modules", "parameters",
     "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer",
+})  # fmt: skip
+GIVING_TENSORS = frozenset({
+    "parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer",
 })  # fmt: skip
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 # Methods of a module that no body calls.

@@ -146,7 +146,7 @@ class Value(torch.Tensor):
         cls, func: object, types: object, args: Any = (), kwargs: object = None
     ) -> object:
         if func is _aten.detach.default:  # `Variable(v)`, of torch before 0.4
-            return args[0]._recorder.call(torch.Tensor.detach, (args[0],), {})
+            return args[0]._recorder.call(torch.detach, (args[0],), {})
         asked = _SIZES.get(func)
         if asked is not None:  # torch's parser of arguments wants to know whether it could be a number
             return asked(args[0])

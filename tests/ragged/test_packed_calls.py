@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 import fxbatch
 import fxbatch.ragged.lengths
@@ -115,6 +116,21 @@ def test_numbers_that_are_sizes_make_no_families_of_their_own() -> None:
     names = [name for name, _ in met]
     assert [names.count(name) for name in ("view", "reshape", "expand")] == [2, 2, 1]
     assert all(2 * calls > dict(met)["embed"] for _, calls in met)
+
+
+class OldVariables(Parser):
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
+        h = Variable(self.embed(s.words))
+        return self.out(torch.tanh(h)).sum(0)
+
+
+def test_old_variables_of_values_of_own_sizes() -> None:
+    """What a value's `__torch_dispatch__` calls can't be traced with symbols: a fourth size had the shape of the third."""
+    model = OldVariables().double()
+    for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 7)):
+        check_equal(model, [Sentence(n) for n in sizes])
 
 
 def test_new_sizes_run_no_fakes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 import fxbatch
 from fxbatch.errors import ResultError
@@ -139,6 +140,30 @@ def test_code_that_does_something_else_for_each_size_is_traced_a_few_times(
         check_equal(made, [torch.randn(t, 8) for t in range(10, 27)], gradients=False)
     assert not sum(v.calls for v in variants_of(made))
     assert len(traces) == 1 + symbolic.FAILED
+
+
+OLD: dict[str, Any] = {
+    "Variable": lambda self, h: Variable(h),
+    "Variable in a branch": lambda self, h: Variable(h) if self.static else h,
+    "data": lambda self, h: h * h.data.max(),
+    "a parameter's kind": lambda self, h: h + next(self.parameters()).data.new(4).fill_(1.0),
+    "LongTensor": lambda self, h: h[torch.LongTensor([1, 0])] + torch.FloatTensor([1, 2, 3, 4]).type_as(h),
+}
+
+
+@pytest.mark.parametrize("old", OLD)
+def test_code_of_2017_is_packed(old: str) -> None:
+    form = OLD[old]
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return form(self, self.l(x)).sum(0) + self.k(x).sum(0)
+
+    parts = {"l": nn.Linear(8, 4), "k": nn.Linear(8, 4)}
+    made = model(forward, parts, adaptive=False)
+    made.static = True
+    made.double()
+    check_equal(made, [torch.randn(t, 8, dtype=torch.float64) for t in (4, 7, 3, 6)])
+    assert sum(v.calls for v in variants_of(made))
 
 
 def test_a_loop_over_the_rows_is_not_traced_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

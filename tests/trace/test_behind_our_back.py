@@ -84,3 +84,42 @@ def test_answered_as_eager_does(name: str) -> None:
 
 def test_scripted_functions_inside_submodules_are_recorded() -> None:
     check(lambda self, x: self.l(x), l=Scripted)
+
+
+class Counting(nn.Module):
+    """Writes to its buffer in a way that torch does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = linear()
+        self.register_buffer("n", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n.data.add_(1.0)  # type: ignore[operator]
+        return self.l(x) + self.n  # type: ignore[no-any-return]
+
+
+class Shifting(nn.Module):
+    """Reads and writes through `.data` of what it was given or computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.l(x)
+        y.data[0] = 1.0
+        return torch.tanh(y - y.data.max()) * self.l.weight.data.new(4).fill_(2.0)
+
+
+def test_a_module_that_writes_to_its_buffer_through_data() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        return self.l(self.counting(x))
+
+    made = model(forward, {"adaptive": False}, l=linear(), counting=Counting())
+    with pytest.raises(TraceError, match="writes to a parameter or buffer"):
+        made(instances())
+
+
+def test_a_module_that_reads_and_writes_through_data() -> None:
+    check(lambda self, x: self.l(self.shifting(x)), l=linear(), shifting=Shifting())
