@@ -58,6 +58,7 @@ class BuildQueue:
         self._ahead = 0.0  # seconds that batching may save, at most, in AHEAD minibatches
         self._late = 0.0  # seconds that calls have taken, one by one, of what is not built
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
+        self._loop = 0.0  # seconds that it takes by the loop
         self._built_before = 0.0  # seconds of building before it
         self._minibatches = 0
         self._waiting: Cache[Hashable, _Waiting] = Cache("operations to build")
@@ -78,7 +79,7 @@ class BuildQueue:
     def minibatch(self, instances: int, *, loop: float = 0.0) -> Iterator[None]:
         """Around a batched minibatch whose building is bounded. loop: seconds that it takes by the loop."""
         self._minibatches += 1
-        self._instances = instances
+        self._instances, self._loop = instances, loop
         if self._minibatches == 1:
             self.earned = FIRST * loop
         self._built_before = stopwatch.seconds_of_building()
@@ -96,6 +97,10 @@ class BuildQueue:
             return False
         built = stopwatch.seconds_of_building() - self._built_before
         return built + seconds < min(MOST, self._ahead + self.earned)
+
+    def may_try(self, seconds: float) -> bool:
+        """Whether what takes so long, and may save all of the loop's time, is tried now."""
+        return not self._instances or seconds < AHEAD * self._loop + self.earned
 
     def put(self, key: Hashable, operation: CallByCall, build: Callable[[float], object]) -> None:
         """Let an operation wait that runs call by call now; `build` builds it, if that takes no more seconds than it is

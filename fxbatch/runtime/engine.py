@@ -46,7 +46,7 @@ class Engine(Planner):
 
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         super().__init__(options, root)
-        self.packed = PackedRoute(options, root, self.queue.may_build)
+        self.packed = PackedRoute(options, root, self.queue.may_build, self.queue.may_try)
         self.packed_calls: PackedCalls | None = None
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":

@@ -253,14 +253,14 @@ class PackedCalls:
 
         known: what is known of this minibatch's values; it grows.
         """
+        if not self.families:
+            return program
         return _at_hand(self.resolve_as_columns(table, program, known, grad=grad))
 
     def resolve_as_columns(
         self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
     ) -> Program:
         """`resolve`, but constants may be places in columns: many of them are read by nobody."""
-        if not self.families:
-            return program
         held = known.held
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}

@@ -19,17 +19,23 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.runtime.packed_forward import PackedForward
 
 NOT_PACKED = object()
+FIRST_SECONDS = 0.5  # of the first packed forward, with what torch imports for symbols of sizes
 
 
 class PackedRoute:
     """The packed forward of an engine, made when a minibatch has tensors of different sizes."""
 
     def __init__(
-        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
+        self,
+        options: Options,
+        root: torch.nn.Module | None,
+        may_build: Callable[[], bool] = lambda: True,
+        may_try: Callable[[float], bool] = lambda _: True,
     ) -> None:
         self.options = options
         self.root = root
         self.may_build = may_build
+        self.may_try = may_try  # asked before anything is imported
         self.forward: PackedForward | None = None
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
@@ -39,7 +45,7 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances):
+            if not _sizes_differ(instances) or not self.may_try(FIRST_SECONDS):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward
