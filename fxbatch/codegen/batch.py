@@ -124,11 +124,10 @@ def batch_body(
     filled += [(True, i) in zeros for i in range(len(shared))]
     forms = mode if device is None else None
     recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
+    operands = needs, shared_needs, shared, forms, filled
     for n in (sizes[1], sizes[0], sizes[2]):
         if len(recorded) < recordings or recorded[sizes[1]][0].random:
-            recorded[n] = _record_joint(
-                body, signature, layout, n, needs, shared_needs, shared, forms, filled
-            )
+            recorded[n] = _record_joint(body, signature, layout, n, *operands)
     once, present = recorded[sizes[1]]
     if any(other != present for _, other in recorded.values()):
         raise NotBatchable("different gradients exist at different numbers of rows")
@@ -174,9 +173,7 @@ def _scaled(tape: Tape, n: int, rows: int) -> Tape:
             return tuple(map(scaled, x)) if hasattr(x, "_fields") else type(x)(map(scaled, x))
         return {key: scaled(y) for key, y in x.items()} if type(x) is dict else x
 
-    calls = [
-        Call(call.target, scaled(call.args), scaled(call.kwargs), scaled(call.value)) for call in tape.calls
-    ]
+    calls = [Call(x.target, scaled(x.args), scaled(x.kwargs), scaled(x.value)) for x in tape.calls]
     return Tape(calls, scaled(tape.results))
 
 

@@ -20,8 +20,6 @@
 #include "_fast_views.h"
 #include "_fast_numbers.h"
 
-/* --- Calls that were met before ------------------------------------------------------------------------------ */
-
 /* --- Writes in place ------------------------------------------------------------------------------------------ */
 
 enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE }; /* Entry.written_as */
@@ -36,8 +34,7 @@ static PyObject *value_at(PyObject *recorder, PyObject *x)
    Python's. Its own views are recorded anew when they are used (is_stale). */
 static int may_be_rewritten(PyObject *recorder, PyObject *v)
 {
-    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) &&
-           (SLOT(KNOWN(recorder), at.grad) == Py_True || SLOT(recorder, at.graded) != Py_True);
+    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) && counts_for_gradients(recorder);
 }
 
 /* Record a call whose only output is the new content of v; -1 without an error where it is for Python. */
@@ -665,7 +662,6 @@ static PyMethodDef functions[] = {
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
     {"facts", facts, METH_O, "int64 [values, 3]: number, type and flags of each of a list."},
-    {"versions_of", versions_of, METH_O, "How often torch has written to each of a list of tensors."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
