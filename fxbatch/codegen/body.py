@@ -397,9 +397,8 @@ def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> 
             continue
         members = tuple(node.args[0]) if node.target in (aten.cat.default, aten.stack.default) else ()
         if members in whole and _dim(node) == 0:
-            node_of[node] = _whole(
-                graph, node, whole[members], signature.inputs[olds.index(members[0])].shape
-            )
+            shape = signature.inputs[olds.index(members[0])].shape
+            node_of[node] = _whole(graph, node, whole[members], shape)
         else:
             node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     module = LazyGraphModule(body, graph)

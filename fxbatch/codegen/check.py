@@ -218,8 +218,8 @@ class _Check:
             grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
                 shared_grads[index] = grad
-        kept, types = (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types)
-        for x, kind in zip(kept, types, strict=True):
+        saved, types = (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types)
+        for x, kind in zip(saved, types, strict=True):
             if x.dtype != kind.dtype or tuple(x.shape[1:]) != kind.shape:
                 raise NotBatchable(f"it keeps {x.dtype}{list(x.shape[1:])}, {kind} on fake tensors")
         return ValuesAndGradients(results[:width], input_grads, shared_grads)

@@ -176,13 +176,13 @@ class Lowering:
         self.bases.append(Base(a, b, width * dtype.itemsize, kind))
         return len(self.bases) - 1
 
-    def own(self, dims: Shape, dtype: torch.dtype = torch.float32) -> Span:
+    def new_span(self, dims: Shape, dtype: torch.dtype = torch.float32) -> Span:
         """A new contiguous tensor in memory of the program's own."""
         return contiguous(self.base(dims, dtype, Memory.OWN), dims, dtype)
 
-    def copied_to_own(self, source: Span) -> Span:
+    def in_new_span(self, source: Span) -> Span:
         """A span, or a number, in new memory of the program's own."""
-        whole = self.own(source.shape, source.dtype)
+        whole = self.new_span(source.shape, source.dtype)
         self.copy(whole, source)
         return whole
 
@@ -279,7 +279,7 @@ class Lowering:
             whole, piece = self.pieces[node]
             span = narrow(self.target(whole), piece.dim, piece.start, piece.size)
         else:
-            span = self.own(shape(node), dtype)
+            span = self.new_span(shape(node), dtype)
         self.spans[node] = span
         return span
 
@@ -343,7 +343,7 @@ class Lowering:
         source = self.span(node.args[0])
         span = view(source, node)
         if span is None:  # a reshape that copies
-            span = view(self.copied_to_own(source), node)
+            span = view(self.in_new_span(source), node)
             if span is None:
                 raise NotNative(f"{node.target}")
         self.spans[node] = span
@@ -464,7 +464,7 @@ def _start(lowering: Lowering, out: Span, span: Span) -> Operand:
 
 def _in_memory(lowering: Lowering, span: Span) -> Span:
     """A span, or the memory that a number is written to: a state of zeros, multiplied by its weights."""
-    return span if span.base >= 0 or not span.shape else lowering.copied_to_own(span)
+    return span if span.base >= 0 or not span.shape else lowering.in_new_span(span)
 
 
 def lookup(lowering: Lowering, node: fx.Node) -> None:
@@ -487,8 +487,8 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     source, out = lowering.span(node.args[0]), lowering.target(node)
     need(not node.kwargs.get("dtype"), "a sum in another type")
     dims = source.shape
-    dims_given: Any = node.args[1] if len(node.args) > 1 else None
-    every = range(len(dims)) if dims_given is None else dims_given
+    dims_given = node.args[1] if len(node.args) > 1 else None
+    every = dims_given if isinstance(dims_given, (list, tuple)) else range(len(dims))
     over = [d for d in sorted({_position(d, dims) for d in every}) if dims[d] != ONE]
     left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
     squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), dense(out, len(left)), out.dtype)
@@ -549,7 +549,7 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
     matrix, vector = (a, b) if columns == ONE else (turned(b), turned(a))
     size = matrix.shape[1]
     if matrix.strides[2] == 1 or size == ONE:
-        product_span = lowering.own((rows, size, terms))
+        product_span = lowering.new_span((rows, size, terms))
         lowering.loops(product_span, [matrix, turned(vector)], "mul", 0.0)
         over, place = as_rows(product_span)
         to, stride = even_rows(out.shape, out.strides)
@@ -557,7 +557,7 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
         lowering.add("SUM_LAST", over, terms[1], Operand(out.base, out.offset, stride, 1), place)
         return
     need(terms[1] <= SHORT, "a long product of lines that lie apart")
-    product_span = lowering.own((rows, terms, size))
+    product_span = lowering.new_span((rows, terms, size))
     lowering.loops(product_span, [turned(matrix), vector], "mul", 0.0)
     row, term, element = product_span.strides
     first = replace(product_span, shape=(rows, size), strides=(row, element))
@@ -610,7 +610,7 @@ def put(lowering: Lowering, node: fx.Node) -> None:
     lowering.add("PUT", rows, width, to, UNUSED, b, c, depth=depth, column=column, replaces=replaces)
 
 
-def _reduce(lowering: Lowering, name: str, source: Span, over: Any, out: Span, *, least: int = 0) -> None:
+def _reduce(lowering: Lowering, name: str, source: Span, over: object, out: Span, *, least: int = 0) -> None:
     """One instruction that takes a dimension to one element. over: the dimension, or a list with nothing else."""
     dims = over if isinstance(over, (list, tuple)) else [over]
     need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")

@@ -314,9 +314,8 @@ class RowUnstacker:
         if signature is None:
             of_operation = (s for s in program.signatures if s.operation is like.operation)
             users = (s for s in of_operation if s.outputs == outputs and _key(s, s.inputs) == key[1])
-            signature = next(users, None) or dataclasses.replace(
-                like, inputs=inputs, outputs=outputs, sizes=None
-            )
+            new = dataclasses.replace(like, inputs=inputs, outputs=outputs, sizes=None)
+            signature = next(users, new)
             self.signatures.put(key, signature)
         return signature
 

@@ -534,7 +534,7 @@ static struct {
     const char *name;
     const PyGetSetDef **where;
 } const getters[] = {
-    {"shape", &get_shape}, {"dtype", &get_dtype}, {"is_cpu", &get_is_cpu}, {"_version", &get_version}, {"_base", &get_base},
+    {"shape", &get_shape}, {"dtype", &get_dtype}, {"_version", &get_version}, {"_base", &get_base},
     {"requires_grad", &get_requires_grad}, {"grad_fn", &get_grad_fn},
 };
 

@@ -683,8 +683,8 @@ class Walk:
                 base = self.eval(whole, scope)
                 self.eval(target.slice, scope)
                 holder = self.eval(whole.value, scope) if isinstance(whole, ast.Attribute) else DATA
-                own = named and base <= DATA | value  # a container of the body's, with modules in it
-                if holder != DATA or not (base <= DATA or own):
+                local = named and base <= DATA | value  # a container of the body's, with modules in it
+                if holder != DATA or not (base <= DATA or local):
                     self.refuse(f"writes to {ast.unparse(whole)}")
                 if named and not value <= DATA:
                     self._assign(whole, value, scope)

@@ -268,8 +268,8 @@ class RecordedCalls(Columns):
         """Whether a module was made in this recording, is no part of another, and was never called: no call depends
         on what it holds."""
         knowledge, number = self.knowledge, id(module)
-        known = number in knowledge.examined or number in knowledge.modules.seen
-        return number in self.fresh and not known
+        is_met = number in knowledge.examined or number in knowledge.modules.seen
+        return number in self.fresh and not is_met
 
     def is_read(self, name: str) -> bool:
         """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
