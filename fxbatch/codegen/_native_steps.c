@@ -48,17 +48,10 @@ static void release_steps(Steps *s)
     PyMem_Free(s->apart);
     PyMem_Free(s->packed);
     PyMem_Free(s->nearest);
-    s->index_of_gather = s->nearest = NULL;
-    s->apart = NULL;
-    s->packed = NULL;
 }
 
 static int take_steps(Steps *s, PyObject *columns, int count)
 {
-    s->taken = 0;
-    s->index_of_gather = s->nearest = NULL;
-    s->apart = NULL;
-    s->packed = NULL;
     if (!PyTuple_Check(columns) || PyTuple_GET_SIZE(columns) != count) {
         PyErr_Format(PyExc_TypeError, "a tuple of %d columns was expected", count);
         return -1;
@@ -295,14 +288,12 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (source->kept >= 0) {
             to = source->kept < kept ? pointer_rows(s, k, 1 + source->kept, offset, n, p->bases[i].row_bytes) : NULL;
             copied = (int)source->copied;
-            if (copied && read_in_place(s, k, 1 + source->kept)) {
-                bases[i] = to;
-                if (!to)
-                    return 1;
-                continue;
-            }
             if (!to)
                 return 1;
+            if (copied && read_in_place(s, k, 1 + source->kept)) {
+                bases[i] = to;
+                continue;
+            }
         }
         fills[fill_count] = (Fill){.base = i, .size = source->size, .row_bytes = p->bases[i].row_bytes / source->size, .to = to};
         if (find_gather(s, gather + i, n * source->size, copied, &bases[i], &fills[fill_count]))
@@ -597,7 +588,7 @@ static int take_arguments(Steps *s, PyObject *args, int count, long long *first,
 /* forward(programs, room, columns, first, last) -> the first step that was not run, `last` if all were. */
 PyObject *native_forward(PyObject *module, PyObject *args)
 {
-    Steps s;
+    Steps s = {.taken = 0};
     long long first, last;
     (void)module;
     if (take_arguments(&s, args, FORWARD_COLUMNS, &first, &last) < 0)
@@ -625,7 +616,7 @@ PyObject *native_forward(PyObject *module, PyObject *args)
    to it are done; `first` if all are. */
 PyObject *native_backward(PyObject *module, PyObject *args)
 {
-    Steps s;
+    Steps s = {.taken = 0};
     long long first, last;
     (void)module;
     if (take_arguments(&s, args, BACKWARD_COLUMNS, &first, &last) < 0)

@@ -14,7 +14,6 @@ the time.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +33,7 @@ from fxbatch.codegen.body import (
     record,
     run,
 )
-from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node
+from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node, size_argument
 from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.torch_private import (
     FakeTensor,
@@ -124,11 +123,10 @@ def batch_body(
     filled += [(True, i) in zeros for i in range(len(shared))]
     forms = mode if device is None else None
     recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
+    operands = needs, shared_needs, shared, forms, filled
     for n in (sizes[1], sizes[0], sizes[2]):
         if len(recorded) < recordings or recorded[sizes[1]][0].random:
-            recorded[n] = _record_joint(
-                body, signature, layout, n, needs, shared_needs, shared, forms, filled
-            )
+            recorded[n] = _record_joint(body, signature, layout, n, *operands)
     once, present = recorded[sizes[1]]
     if any(other != present for _, other in recorded.values()):
         raise NotBatchable("different gradients exist at different numbers of rows")
@@ -174,9 +172,7 @@ def _scaled(tape: Tape, n: int, rows: int) -> Tape:
             return tuple(map(scaled, x)) if hasattr(x, "_fields") else type(x)(map(scaled, x))
         return {key: scaled(y) for key, y in x.items()} if type(x) is dict else x
 
-    calls = [
-        Call(call.target, scaled(call.args), scaled(call.kwargs), scaled(call.value)) for call in tape.calls
-    ]
+    calls = [Call(x.target, scaled(x.args), scaled(x.kwargs), scaled(x.value)) for x in tape.calls]
     return Tape(calls, scaled(tape.results))
 
 
@@ -337,25 +333,18 @@ class _Unifier:
             return {key: self.argument(a[key], *(x[key] for x in others)) for key in a}
         if isinstance(a, torch.device) and "device" in self.rows.meta:
             return self.rows.meta["device"]
-        if any(type(x) is not type(a) for x in others):
-            raise NotBatchable(f"{a} at {self.sizes[0]} rows is {others[0]} at {self.sizes[1]}")
-        if a != a or all(x == a for x in others):
+        alike = all(type(x) is type(a) for x in others)
+        if alike and (a != a or all(x == a for x in others)):
             return a
-        if type(a) is not int:
+        if not alike or type(a) is not int:
             raise NotBatchable(f"{a} at {self.sizes[0]} rows is {others[0]} at {self.sizes[1]}")
         return self.linear(a, *others)
 
-    def linear(self, a: int, b: int, *others: int) -> fx.Node:
+    def linear(self, a: int, b: int, *others: int) -> int | fx.Node:
         factor, rest = fit(a, b, self.sizes[:2])
         if any(factor * self.sizes[2] + rest != c for c in others):
             raise NotBatchable(f"{a}, {b}, {others[0]} at {self.sizes} rows are not linear in the rows")
-        node = self.rows
-        for function, operand in ((operator.mul, factor), (operator.add, rest)):
-            if operand != (1 if function is operator.mul else 0):
-                values = tuple(function(v, operand) for v in node.meta["values"])
-                node = self.graph.call_function(function, (node, operand))
-                node.meta["values"] = values
-        return node
+        return size_argument(self.graph, (factor, rest))
 
 
 def _form(value: object) -> object:

@@ -272,12 +272,10 @@ class IndexByTensor(TorchFunctionMode):
             return args[0].detach()
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(_is_position(x) for x in indices) and all(
-                _is_position(x) or x == slice(None) for x in indices
-            ):
-                return aten.index.Tensor(
-                    args[0], [x if isinstance(x, torch.Tensor) else None for x in indices]
-                )
+            whole = all(_is_position(x) or x == slice(None) for x in indices)
+            if whole and any(map(_is_position, indices)):
+                places = [x if isinstance(x, torch.Tensor) else None for x in indices]
+                return aten.index.Tensor(args[0], places)
         return func(*args, **(kwargs or {}))
 
 
@@ -407,9 +405,8 @@ def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> 
             continue
         members = tuple(node.args[0]) if node.target in (aten.cat.default, aten.stack.default) else ()
         if members in whole and _dim(node) == 0:
-            node_of[node] = _whole(
-                graph, node, whole[members], signature.inputs[olds.index(members[0])].shape
-            )
+            shape = signature.inputs[olds.index(members[0])].shape
+            node_of[node] = _whole(graph, node, whole[members], shape)
         else:
             node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     module = LazyGraphModule(body, graph)
@@ -448,19 +445,13 @@ def embedding_sparse_gradient(
 
 def sparse_tables(body: fx.GraphModule, inputs: int) -> tuple[int, ...]:
     """The shared operands that the per-instance body only looks up with `sparse=True`."""
-    places = [node for node in body.graph.nodes if node.op == "placeholder"][inputs:]
-    return tuple(
-        i for i, node in enumerate(places) if node.users and all(_looks_up(u, node) for u in node.users)
-    )
+    tables = enumerate(_placeholders(body)[inputs:])
+    return tuple(i for i, x in tables if x.users and all(_looks_up(user, x) for user in x.users))
 
 
 def _looks_up(user: fx.Node, table: fx.Node) -> bool:
-    return (
-        user.target is aten.embedding.default
-        and user.args[0] is table
-        and len(user.args) > 4
-        and bool(user.args[4])
-    )
+    looks_up = user.target is aten.embedding.default and user.args[0] is table
+    return looks_up and len(user.args) > 4 and bool(user.args[4])
 
 
 def look_up_densely(body: fx.GraphModule) -> None:
@@ -480,10 +471,8 @@ def make_sparse(graph: fx.Graph, wanted: list[int]) -> None:
             continue
         with graph.inserting_before(dense):
             node = graph.call_function(embedding_sparse_gradient, tuple(dense.args[:4]))
-        like = dense.meta["values"]
-        node.meta["values"] = tuple(
-            torch.empty(x.shape, dtype=x.dtype, layout=torch.sparse_coo) for x in like
-        )
+        shapes = [(x.shape, x.dtype) for x in dense.meta["values"]]
+        node.meta["values"] = tuple(torch.empty(n, dtype=kind, layout=torch.sparse_coo) for n, kind in shapes)
         results[index] = node
     graph.output_node().args = (tuple(results),)
     eliminate_dead(graph)

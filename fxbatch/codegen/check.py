@@ -61,9 +61,8 @@ class _SparseTables(QuietDispatchMode):
             return _ADDITIONS[func](*args, **kwargs)
         elif func is aten.select_backward.default and args[2] == 0 and tuple(args[1]) in self.shapes:
             grad, shape, _, index = args
-            return _rows_of_table(
-                shape, torch.tensor([index % shape[0]], device=grad.device), grad.unsqueeze(0)
-            )
+            at = torch.tensor([index % shape[0]], device=grad.device)
+            return _rows_of_table(shape, at, grad.unsqueeze(0))
         return self.call(func, args, kwargs)
 
 
@@ -176,16 +175,14 @@ class _Eager:
             results = [signature.run([x[i].clone() for x in rows], weights) for i in range(n)]
         outputs = [torch.stack(column) for column in zip(*results, strict=True)]
         for i, (x, kind) in enumerate(zip(outputs, signature.outputs, strict=True)):
-            if tuple(x.shape[1:]) != tuple(kind.shape):
-                raise NotBatchable(
-                    f"output {i} is {list(x.shape[1:])} in eager, {list(kind.shape)} on fake tensors"
-                )
+            row, told = list(x.shape[1:]), list(kind.shape)
+            if row != told:
+                raise NotBatchable(f"output {i} is {row} in eager, {told} on fake tensors")
         ends = [o for row in results for o in row]
         starts = [g[i].clone() for i in range(n) for g in grads]
         gradients = gradients_of(ends, starts, [*rows, *weights])
-        return ValuesAndGradients(
-            [o.detach() for o in outputs], gradients[: len(rows)], gradients[len(rows) :]
-        )
+        values = [o.detach() for o in outputs]
+        return ValuesAndGradients(values, gradients[: len(rows)], gradients[len(rows) :])
 
 
 @dataclass(frozen=True)
@@ -221,9 +218,8 @@ class _Check:
             grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
                 shared_grads[index] = grad
-        for x, kind in zip(
-            (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types), strict=True
-        ):
+        saved, types = (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types)
+        for x, kind in zip(saved, types, strict=True):
             if x.dtype != kind.dtype or tuple(x.shape[1:]) != kind.shape:
                 raise NotBatchable(f"it keeps {x.dtype}{list(x.shape[1:])}, {kind} on fake tensors")
         return ValuesAndGradients(results[:width], input_grads, shared_grads)
@@ -368,12 +364,10 @@ def refuse_backward_arguments(body: fx.GraphModule) -> None:
     """Raises NotBatchable for look-ups whose padding, scaling or sparseness only their own backward knows."""
     for node in body.graph.nodes:
         if node.target is torch.ops.aten.embedding.default:
-            arguments = node.args[
-                2:
-            ]  # padding, whether it is scaled, whether it is sparse: as many as were given
+            arguments = node.args[2:]  # padding, whether scaled, whether sparse: as many as were given
             if any(arguments[1:]) or arguments[:1] > (-1,):
                 raise NotBatchable(
-                    "its table's gradient has padding, is scaled or sparse, which autograd is not told"
+                    "its table's gradient has padding, is scaled or sparse, unknown to autograd"
                 )
 
 
@@ -426,12 +420,8 @@ def _compare(
         types |= {t.dtype for t in (*signature.inputs, *signature.outputs) if t.differentiable}
         types |= {dtype for _, dtype in signature.modes.autocast}
     coarsest = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
-    both = [
-        x is not None and y is not None and x.is_sparse and y.is_sparse
-        for x, y in zip(ours, eager, strict=True)
-    ]
-    one, other = (
-        [x if keep or x is None else dense(x) for x, keep in zip(xs, both, strict=True)]
-        for xs in (ours, eager)
-    )
+    one, other = list(ours), list(eager)
+    for i, (x, y) in enumerate(zip(ours, eager, strict=True)):
+        if not (x is not None and y is not None and x.is_sparse and y.is_sparse):
+            one[i], other[i] = x if x is None else dense(x), y if y is None else dense(y)
     return differences(one, other, drawn, coarsest=coarsest)

@@ -109,10 +109,8 @@ class InstructionList:
         return scope["run"]
 
     def __str__(self) -> str:
-        return (
-            "\n    ".join(map(str, (*self.instructions, f"return {', '.join(map(str, self.results))}")))
-            + "\n"
-        )
+        lines = (*self.instructions, f"return {', '.join(map(str, self.results))}")
+        return "\n    ".join(map(str, lines)) + "\n"
 
 
 def _code(value: object, scope: dict[str, object]) -> str:
@@ -178,12 +176,11 @@ class Kernel:
     ) -> list[torch.Tensor]:
         if n == 0:
             return no_rows(outs, self.forms)
-        prepared_rows = (
-            ()
-            if self.prepare is None
-            else workspace.prepared(self, tuple([ins[i] for i in self.prepared_of]))
+        if self.prepare is None:
+            return self.run((n, *ins, *outs))
+        return self.run(
+            (n, *ins, *outs, *workspace.prepared(self, tuple([ins[i] for i in self.prepared_of])))
         )
-        return self.run((n, *ins, *outs, *prepared_rows))
 
     def __str__(self) -> str:
         return self.source
@@ -230,11 +227,6 @@ class Workspace:
             self._room = extension.Room()
         self._room.threads = torch.get_num_threads()
         return self._room
-
-    def clear(self) -> None:
-        """Give all memory back."""
-        self._room = None
-        self._prepared.clear()
 
 
 def emit_kernel(module: fx.GraphModule) -> Kernel:
@@ -340,7 +332,8 @@ class _KernelEmitter:
             out, source = self.outs[self.results.index(node)], self._argument(node.args[0])
             function, arguments, keywords = self._aten(node)
             cast = functools.partial(_cast_into, function, arguments[1:], keywords)
-            self._add(node, "aten__to_copy_default", cast, (source, out))
+            output = self.registers[node] = Register(node.name)
+            self.body.append(Instruction("aten__to_copy_default", cast, (source, out), output))
             return
         self._call(node, self.body, self._direct(node) if work else None)
 
@@ -380,19 +373,12 @@ class _KernelEmitter:
 
     # -- calls
 
-    def _add(
-        self, node: fx.Node, operation: str, call: Callable[..., object], arguments: Sequence[object]
-    ) -> None:
-        output = self.registers[node] = Register(node.name)
-        self.body.append(Instruction(operation, call, tuple(arguments), output))
-
     def _call(self, node: fx.Node, to: list[Instruction], out: Register | None = None) -> None:
         if node.target is aten.detach.default:
-            if to is self.body:
-                self.registers[node] = self._argument(node.args[0])
-            else:
+            source = self.registers[node] = self._argument(node.args[0])
+            if to is not self.body:  # what is prepared has names of its own
                 output = self.registers[node] = Register(node.name)
-                to.append(Instruction("detach", torch.Tensor.detach, (self._argument(node.args[0]),), output))
+                to.append(Instruction("detach", torch.Tensor.detach, (source,), output))
             return
         keywords: dict[str, object] = {}
         target: object = node.target
@@ -490,8 +476,7 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
     word = target._schema.name.removeprefix("aten::")
     outs = [getattr(target.overloadpacket, x)._schema.arguments for x in target.overloadpacket.overloads()]
     plain = [(a.name, str(a.type)) for a in target._schema.arguments]
-    of_everything = word in _REDUCTIONS and "dim" not in dict(plain)  # torch's functions take no `out=` there
-    if of_everything:
+    if word in _REDUCTIONS and "dim" not in dict(plain):  # torch's functions take no `out=` there
         return None
     same = any(
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs

@@ -125,9 +125,8 @@ class Lowering:
     spans: dict[fx.Node, Span] = field(default_factory=dict)
     output_base: list[int] = field(default_factory=list)
     place: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that is written with it
-    pieces: dict[fx.Node, tuple[fx.Node, Part]] = field(
-        default_factory=dict
-    )  # node -> its part of a concatenation
+    # Node -> its part of a concatenation.
+    pieces: dict[fx.Node, tuple[fx.Node, Part]] = field(default_factory=dict)
     copied: dict[fx.Node, list[Part]] = field(default_factory=dict)  # concatenation -> parts that are copied
 
     def run(self) -> NativeProgram:
@@ -176,6 +175,16 @@ class Lowering:
             raise NotNative("a tensor without elements")
         self.bases.append(Base(a, b, width * dtype.itemsize, kind))
         return len(self.bases) - 1
+
+    def new_span(self, dims: Shape, dtype: torch.dtype = torch.float32) -> Span:
+        """A new contiguous tensor in memory of the program's own."""
+        return contiguous(self.base(dims, dtype, Memory.OWN), dims, dtype)
+
+    def in_new_span(self, source: Span) -> Span:
+        """A span, or a number, in new memory of the program's own."""
+        whole = self.new_span(source.shape, source.dtype)
+        self.copy(whole, source)
+        return whole
 
     def _place(self) -> None:
         """A result, or what it is a reshape of, is written where the caller wants it; what only a concatenation
@@ -270,7 +279,7 @@ class Lowering:
             whole, piece = self.pieces[node]
             span = narrow(self.target(whole), piece.dim, piece.start, piece.size)
         else:
-            span = contiguous(self.base(shape(node), dtype, Memory.OWN), shape(node), dtype)
+            span = self.new_span(shape(node), dtype)
         self.spans[node] = span
         return span
 
@@ -334,9 +343,7 @@ class Lowering:
         source = self.span(node.args[0])
         span = view(source, node)
         if span is None:  # a reshape that copies
-            whole = contiguous(self.base(source.shape, source.dtype, Memory.OWN), source.shape, source.dtype)
-            self.copy(whole, source)
-            span = view(whole, node)
+            span = view(self.in_new_span(source), node)
             if span is None:
                 raise NotNative(f"{node.target}")
         self.spans[node] = span
@@ -457,11 +464,7 @@ def _start(lowering: Lowering, out: Span, span: Span) -> Operand:
 
 def _in_memory(lowering: Lowering, span: Span) -> Span:
     """A span, or the memory that a number is written to: a state of zeros, multiplied by its weights."""
-    if span.base >= 0 or not span.shape:
-        return span
-    whole = contiguous(lowering.base(span.shape, span.dtype, Memory.OWN), span.shape, span.dtype)
-    lowering.copy(whole, span)
-    return whole
+    return span if span.base >= 0 or not span.shape else lowering.in_new_span(span)
 
 
 def lookup(lowering: Lowering, node: fx.Node) -> None:
@@ -484,10 +487,9 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     source, out = lowering.span(node.args[0]), lowering.target(node)
     need(not node.kwargs.get("dtype"), "a sum in another type")
     dims = source.shape
-    dims_given = (
-        list(node.args[1]) if len(node.args) > 1 and node.args[1] is not None else list(range(len(dims)))
-    )
-    over = [d for d in sorted({_position(d, dims) for d in dims_given}) if dims[d] != ONE]
+    dims_given = node.args[1] if len(node.args) > 1 else None
+    every = dims_given if isinstance(dims_given, (list, tuple)) else range(len(dims))
+    over = [d for d in sorted({_position(d, dims) for d in every}) if dims[d] != ONE]
     left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
     squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), dense(out, len(left)), out.dtype)
     reduced = Span(
@@ -547,8 +549,7 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
     matrix, vector = (a, b) if columns == ONE else (turned(b), turned(a))
     size = matrix.shape[1]
     if matrix.strides[2] == 1 or size == ONE:
-        whole = (rows, size, terms)
-        product_span = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
+        product_span = lowering.new_span((rows, size, terms))
         lowering.loops(product_span, [matrix, turned(vector)], "mul", 0.0)
         over, place = as_rows(product_span)
         to, stride = even_rows(out.shape, out.strides)
@@ -556,14 +557,12 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
         lowering.add("SUM_LAST", over, terms[1], Operand(out.base, out.offset, stride, 1), place)
         return
     need(terms[1] <= SHORT, "a long product of lines that lie apart")
-    whole = (rows, terms, size)
-    product_span = contiguous(lowering.base(whole, torch.float32, Memory.OWN), whole, torch.float32)
+    product_span = lowering.new_span((rows, terms, size))
     lowering.loops(product_span, [turned(matrix), vector], "mul", 0.0)
-    first = replace(
-        product_span, shape=(rows, size), strides=(product_span.strides[0], product_span.strides[2])
-    )
+    row, term, element = product_span.strides
+    first = replace(product_span, shape=(rows, size), strides=(row, element))
     flat = replace(out, shape=(rows, size), strides=(out.strides[0], out.strides[1 if columns == ONE else 2]))
-    _sum_short(lowering, flat, first, product_span.strides[1], terms[1])
+    _sum_short(lowering, flat, first, term, terms[1])
 
 
 def softmax(lowering: Lowering, node: fx.Node) -> None:
@@ -611,15 +610,16 @@ def put(lowering: Lowering, node: fx.Node) -> None:
     lowering.add("PUT", rows, width, to, UNUSED, b, c, depth=depth, column=column, replaces=replaces)
 
 
-def _reduce(lowering: Lowering, name: str, source: Span, dim: object, out: Span, *, least: int = 0) -> None:
-    """One instruction that takes a dimension to one element."""
-    at = _position(dim, source.shape)
+def _reduce(lowering: Lowering, name: str, source: Span, over: object, out: Span, *, least: int = 0) -> None:
+    """One instruction that takes a dimension to one element. over: the dimension, or a list with nothing else."""
+    dims = over if isinstance(over, (list, tuple)) else [over]
+    need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")
+    at = _position(dims[0], source.shape)
     spans = around(source, at)
-    shape_with_ones = (
-        out.shape if len(out.shape) == len(source.shape) else (*out.shape[:at], ONE, *out.shape[at:])
-    )
-    strides = out.strides if shape_with_ones is out.shape else (*out.strides[:at], 0, *out.strides[at:])
-    to = around(replace(out, shape=shape_with_ones, strides=strides), at)
+    if len(out.shape) < len(source.shape):
+        shape, strides = (*out.shape[:at], ONE, *out.shape[at:]), (*out.strides[:at], 0, *out.strides[at:])
+        out = replace(out, shape=shape, strides=strides)
+    to = around(out, at)
     need(to.count == 1 and (to.rows, to.width) == (spans.rows, spans.width), "a result of another shape")
     read = spans.operand._replace(inner=spans.step)
     lowering.add(name, spans.rows, spans.width, to.operand, read, depth=(0, spans.count), least=least)
@@ -632,22 +632,15 @@ def extreme(lowering: Lowering, node: fx.Node) -> None:
     if node.target is operator.getitem:
         result, place = node.args[0], bool(node.args[1] == 1)
         need(result.target in _EXTREMES, "one of several results")
-    over = result.args[1] if len(result.args) > 1 else None
-    dims = over if isinstance(over, (list, tuple)) else [over]
-    source = lowering.floats(result.args[0])
-    need(len(dims) == 1 and dims[0] is not None and bool(source.shape), "several dimensions")
+    over, source = result.args[1] if len(result.args) > 1 else None, lowering.floats(result.args[0])
     least = result.target in (aten.amin.default, aten.argmin.default, aten.min.dim)
     name = "PLACE_OF_EXTREME" if place else "EXTREME"
-    _reduce(lowering, name, source, dims[0], lowering.target(node), least=int(least))
+    _reduce(lowering, name, source, over, lowering.target(node), least=int(least))
 
 
 def log_sum_exp(lowering: Lowering, node: fx.Node) -> None:
     """logsumexp over one dimension."""
-    over: object = node.args[1]
-    dims = over if isinstance(over, (list, tuple)) else [over]
-    source = lowering.floats(node.args[0])
-    need(len(dims) == 1 and bool(source.shape), "several dimensions")
-    _reduce(lowering, "LOG_SUM_EXP", source, dims[0], lowering.target(node))
+    _reduce(lowering, "LOG_SUM_EXP", lowering.floats(node.args[0]), node.args[1], lowering.target(node))
 
 
 def stack(lowering: Lowering, node: fx.Node) -> None:
@@ -656,31 +649,20 @@ def stack(lowering: Lowering, node: fx.Node) -> None:
     out = lowering.target(node)
     dim = _position(node.args[1] if len(node.args) > 1 else 0, out.shape)
     for i, x in enumerate(tensors):
-        offset = out.offset + i * out.strides[dim]
-        shape, strides = (
-            (*out.shape[:dim], *out.shape[dim + 1 :]),
-            (*out.strides[:dim], *out.strides[dim + 1 :]),
-        )
+        offset, shape = out.offset + i * out.strides[dim], (*out.shape[:dim], *out.shape[dim + 1 :])
+        strides = (*out.strides[:dim], *out.strides[dim + 1 :])
         lowering.copy(Span(out.base, offset, shape, strides, out.dtype), lowering.span(x))
 
 
 def squared_error(lowering: Lowering, node: fx.Node) -> None:
-    """mse_loss of every element by itself: (a - b) (a - b)."""
-    a, b, *reduction = node.args
-    need(reduction == [0] and not node.kwargs, "a mean")
+    """mse_loss of every element by itself, (a - b) (a - b), and its gradient, 2 (a - b) gradient."""
+    need(node.args[-1] == 0 and not node.kwargs, "a mean")
+    *gradient, a, b, _ = node.args
     out = lowering.target(node)
     lowering.loops(out, [lowering.floats(a), lowering.floats(b)], "add", -1.0)
-    lowering.loops(out, [out, out], "mul", 0.0)
-
-
-def squared_error_backward(lowering: Lowering, node: fx.Node) -> None:
-    """Its gradient: 2 (a - b) gradient."""
-    gradient, a, b, *reduction = node.args
-    need(reduction == [0] and not node.kwargs, "a mean")
-    out, two = lowering.target(node), Span(-1, 0, (), (), torch.float32, 2.0)
-    lowering.loops(out, [lowering.floats(a), lowering.floats(b)], "add", -1.0)
-    lowering.loops(out, [out, two], "mul", 0.0)
-    lowering.loops(out, [out, lowering.span(gradient)], "mul", 0.0)
+    factors = [lowering.span(2.0), lowering.span(gradient[0])] if gradient else [out]
+    for factor in factors:
+        lowering.loops(out, [out, factor], "mul", 0.0)
 
 
 def table_gradient(lowering: Lowering, node: fx.Node) -> None:
@@ -720,7 +702,7 @@ ROW_CALLS: dict[object, Callable[[Lowering, fx.Node], None]] = {
     aten.logsumexp.default: log_sum_exp,
     aten.stack.default: stack,
     aten.mse_loss.default: squared_error,
-    aten.mse_loss_backward.default: squared_error_backward,
+    aten.mse_loss_backward.default: squared_error,
     aten.embedding_dense_backward.default: table_gradient,
 }
 _EXTREMES = (aten.max.dim, aten.min.dim)

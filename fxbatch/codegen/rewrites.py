@@ -143,10 +143,8 @@ def _sum_of_scattered(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     (_, chosen), (_, rows) = dims[1], tables[1]
     width = math.prod(b for _, b in dims[2:])
-    flat, places = (
-        _reshape(graph, grad, ((chosen, 0), (0, width))),
-        _reshape(graph, wide.args[0], ((chosen, 0),)),
-    )
+    flat = _reshape(graph, grad, ((chosen, 0), (0, width)))
+    places = _reshape(graph, wide.args[0], ((chosen, 0),))
     table = add_call(graph, aten.embedding_dense_backward.default, (flat, places, rows, -1, False))
     return _reshape(graph, table, tables[1:])
 
@@ -168,16 +166,14 @@ def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
         return None
     source: Any = node.args[0]
     if node.target is aten.expand.default:
-        dims_of_source = shape(source)
-        if len(dims_of_source) == len(dims) and dims_of_source[0] != _ONE:
-            return None
-        dims_of_row = dims_of_source[1:] if len(dims_of_source) == len(dims) else dims_of_source
-        part = source if dims_of_row == dims_of_source else _reshape(graph, source, dims_of_row)
-        return (
-            part
-            if dims_of_row == dims[1:]
-            else add_call(graph, aten.expand.default, (part, _plain(dims[1:])))
-        )
+        of_row, part = shape(source), source
+        if len(of_row) == len(dims):
+            if of_row[0] != _ONE:
+                return None
+            of_row = of_row[1:]
+            part = _reshape(graph, source, of_row)
+        sizes = [b for _, b in dims[1:]]
+        return part if of_row == dims[1:] else add_call(graph, aten.expand.default, (part, sizes))
     if node.target is aten.reshape.default:
         inner = _shared_part(graph, source)
         return None if inner is None else _reshape(graph, inner, dims[1:])
@@ -186,10 +182,6 @@ def _shared_part(graph: fx.Graph, node: object) -> fx.Node | None:
         order: Any = node.args[1]
         return None if inner is None else _permute(graph, inner, [d - 1 for d in order[1:]])
     return None
-
-
-def _plain(dims: Shape) -> list[int]:
-    return [b for _, b in dims]
 
 
 def _shared_right(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -264,17 +256,10 @@ def _rows_on_the_right(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return _permute(graph, product, _TURNED)
 
 
-def _is_pointwise_tensor(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        and is_tensor(node)
-    )
-
-
 def _turn_pointwise(graph: fx.Graph) -> bool:
     """A pointwise function of turned matrices is a turned one of the matrices."""
-    return apply_rules(graph, {x.target: (_turn_after,) for x in graph.nodes if _is_pointwise_tensor(x)})
+    pointwise = [x.target for x in graph.nodes if is_pointwise(x) and is_tensor(x)]
+    return apply_rules(graph, dict.fromkeys(pointwise, (_turn_after,)))
 
 
 def _turn_after(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -420,14 +405,10 @@ def _widen_slices(graph: fx.Graph) -> bool:
     """Functions of slices with the same bounds in each source, adjacent to others of the same sources."""
     slices: dict[Any, list[tuple[int, int, fx.Node]]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not node.users or not is_tensor(node) or not is_pointwise(node):
-            continue
-        part = _same_slices(node)
-        if part is None or node.kwargs:
-            continue
-        sources, dim, start, end = part
-        key = (node.target, sources, dim)
-        slices.setdefault(key, []).append((start, end, node))
+        plain = is_pointwise(node) and is_tensor(node) and node.users and not node.kwargs
+        if plain and (part := _same_slices(node)) is not None:
+            sources, dim, start, end = part
+            slices.setdefault((node.target, sources, dim), []).append((start, end, node))
     changed = False
     order = {node: i for i, node in enumerate(graph.nodes)}
     for (target, _, dim), parts in slices.items():
@@ -469,18 +450,13 @@ def _adjacent(parts: list[tuple[int, int, fx.Node]]) -> list[list[tuple[int, int
 
 
 def _replace_run(
-    graph: fx.Graph,
-    target: Any,
-    dim: int,
-    run: list[tuple[int, int, fx.Node]],
-    order: dict[fx.Node, int],
+    graph: fx.Graph, target: Any, dim: int, run: list[tuple[int, int, fx.Node]], order: dict[fx.Node, int]
 ) -> None:
     first = min((part[2] for part in run), key=order.__getitem__)
     low, high = run[0][0], run[-1][1]
     with graph.inserting_before(first):
-        wide = [
-            _wide_slice(graph, x.args[0], dim, low, high) if isinstance(x, fx.Node) else x for x in first.args
-        ]
+        args = first.args
+        wide = [_wide_slice(graph, x.args[0], dim, low, high) if isinstance(x, fx.Node) else x for x in args]
         result = add_call(graph, target, tuple(wide))
         slices = [add_call(graph, aten.slice.Tensor, (result, dim, a - low, b - low)) for a, b, _ in run]
     for (_, _, node), view in zip(run, slices, strict=True):
@@ -529,7 +505,7 @@ def _wide_arguments(pieces: list[fx.Node], dim: int) -> list[Any] | None:
     None where the pieces are no calls of one pointwise function, or where making them wide would copy.
     """
     first = pieces[0]
-    if first.op != "call_function" or not is_pointwise(first) or is_random(first):
+    if not is_pointwise(first) or is_random(first):
         return None
     if any(p.target is not first.target or p.kwargs != first.kwargs or len(p.users) > 1 for p in pieces):
         return None
@@ -557,10 +533,8 @@ def _side(values: list[Any], pieces: list[fx.Node], dim: int) -> Any:
     one_source = len(tensors) == len(parts) and all(p[:2] == (tensors[0][0], dim) for p in tensors)
     if one_source and all(a[3] == b[2] for a, b in itertools.pairwise(tensors)):
         return tensors[0][0], tensors[0][2], tensors[-1][3]
-    in_place = all(
-        v.op == "call_function" and len(v.users) == 1 and not is_view(v) and not is_random(v) for v in values
-    )
-    return values if in_place else _NEVER
+    alone = all(v.op == "call_function" and len(v.users) == 1 for v in values)
+    return values if alone and not any(is_view(v) or is_random(v) for v in values) else _NEVER
 
 
 # -- products: a product that is only added is one kernel with the addition.

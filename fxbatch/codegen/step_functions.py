@@ -26,9 +26,8 @@ from fxbatch.ir import BROADCAST, INDEX, VIEW
 StepFunction = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 Source = tuple[int, torch.Tensor, Any]  # kind of gather, arena or rows, indices
-Kept = tuple[
-    torch.Tensor | None, torch.Tensor
-]  # flat rows (None: read in place), rows as the operation reads them
+# Flat rows (None: read in place), rows as the operation reads them.
+Kept = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class StepMemory(NamedTuple):

@@ -251,11 +251,9 @@ def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
     for number, match in enumerate(matches):
         if len(match.calls):
             match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
-    gone = sum(
-        len(m.calls) * (len(m.block.signatures) - len(m.block.groups)) for m in matches if m.block.groups
-    )
-    pays = gone >= LEAST_SHARE * len(stream.calls)
-    return [m.block for m in matches if m.block.groups and pays]
+    cut = [m for m in matches if m.block.groups]
+    gone = sum(len(m.calls) * (len(m.block.signatures) - len(m.block.groups)) for m in cut)
+    return [m.block for m in cut] if gone >= LEAST_SHARE * len(stream.calls) else []
 
 
 def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -520,9 +518,7 @@ class Fuser:
         )  # fmt: skip
         if walked == OUT_OF_ORDER:
             return program
-        if (
-            walked != FOUND
-        ):  # a slot reads something else than in all programs before: from now on they are two
+        if walked != FOUND:  # a slot reads something else than in all programs before: they are two then
             run = int(np.searchsorted(tables.first_slot, walked, side="right")) - 1
             for group in family.blocks[run].groups:
                 group.alias.pop(walked - int(tables.first_slot[run]), None)
@@ -585,17 +581,12 @@ class Fuser:
             alone = tuple(block.signatures[k] for k in group.members)
             if len(alone) == 1 or self.signatures.get(alone) == {}:
                 for k in group.members:
-                    slots, flat_outputs = (
-                        range(*block.first_in[k : k + 2]),
-                        range(*block.first_out[k : k + 2]),
-                    )
-                    yield members[k], list(slots), list(flat_outputs)
+                    slots, outputs = range(*block.first_in[k : k + 2]), range(*block.first_out[k : k + 2])
+                    yield members[k], list(slots), list(outputs)
                 continue
             mine = {o for o, k in enumerate(block.owner_out) if k in group.members}
             read_by_others = {
-                o
-                for slot, o in enumerate(block.wired)
-                if o in mine and block.owner_in[slot] not in group.members
+                o for o, k in zip(block.wired, block.owner_in, strict=True) if k not in group.members
             }
             needed = sorted(mine & {*asked, *read_by_others})
             group.outputs += [o for o in needed if o not in group.outputs]
@@ -625,20 +616,13 @@ class Fuser:
         return wirings[wiring]
 
     def _learned(self, program: Program) -> _Learned:
-        marks = called(program)
-        last = self.last
-        if (
-            last.signatures is program.signatures
-            and last.called == marks
-            and len(program.sig) < RELEARNED * last.calls
-        ):
+        marks, last = called(program), self.last
+        same = last.signatures is program.signatures and last.called == marks
+        if same and len(program.sig) < RELEARNED * last.calls:
             return last
         counts = np.bincount(program.sig, minlength=len(program.signatures)).tolist()
-        here = {
-            s: n
-            for s, n in zip(program.signatures, counts, strict=True)
-            if n and s.operation.kind not in CONSTANT_KINDS
-        }
+        pairs = zip(program.signatures, counts, strict=True)
+        here = {s: n for s, n in pairs if n and s.operation.kind not in CONSTANT_KINDS}
         if self._is_new(here):
             self._learn(program, here)
         blocks = [block for block in self.blocks if here.keys() >= set(block.signatures)]

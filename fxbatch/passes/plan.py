@@ -236,10 +236,8 @@ class RunColumns:
             raise IndexError(NOT_THERE)
         self.planned = planner.values
         if len(self.row) < self.planned:
-            self.row, self.type_of = (
-                _longer(self.row, 2 * self.planned),
-                _longer(self.type_of, 2 * self.planned),
-            )
+            self.row = _longer(self.row, 2 * self.planned)
+            self.type_of = _longer(self.type_of, 2 * self.planned)
             self.needed = _longer(self.needed, 2 * self.planned).astype(bool)
         planner.allot(None, self.row)
         for a in range(planner.t.types):
@@ -566,12 +564,9 @@ class _ArenaPlanner:
         scratch: Written = np.zeros(3 * self.blocks + self.steps + 1, dtype=np.int64)
         size: Written = scratch[: self.blocks]
         dies: Written = scratch[self.blocks : 2 * self.blocks]
-        after: Written = scratch[
-            2 * self.blocks : 3 * self.blocks
-        ]  # one more than the next block that dies with it
-        ending: Written = scratch[
-            3 * self.blocks :
-        ]  # of each step, one more than a block whose last reader it is
+        # Of each block one more than the next that dies with it; of each step one more than a block that dies there.
+        after: Written = scratch[2 * self.blocks : 3 * self.blocks]
+        ending: Written = scratch[3 * self.blocks :]
         arenas: list[FreeRows] = [FreeRows() for _ in range(self.t.types)]
         free: FreeRows
         self.find_last_readers(dies)

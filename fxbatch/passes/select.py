@@ -185,9 +185,8 @@ def number_segments(
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
         values += width[sig[c]]
-    segment_of: Written = np.zeros(
-        values, dtype=np.int64
-    )  # twice the segment; one more where a marked call makes it
+    # Of each value twice the segment; one more where a marked call makes it.
+    segment_of: Written = np.zeros(values, dtype=np.int64)
     at = 0
     value = earlier
     for c in range(sig.shape[0]):

@@ -61,11 +61,8 @@ class SignatureGraph:
         numbers = np.arange(len(c.arity))
         reader, source = numbers.repeat(c.arity)[self.slots], numbers.repeat(c.width)[self.outs]
         edges = ~c.constant[source]
-        components_of_edges = components(
-            len(numbers), zip(source[edges].tolist(), reader[edges].tolist(), strict=True)
-        )
-        constants = c.constant.tolist()
-        return sorted(components_of_edges, key=lambda part: not constants[part[0]])
+        parts = components(len(numbers), zip(source[edges].tolist(), reader[edges].tolist(), strict=True))
+        return sorted(parts, key=lambda part: not c.constant[part[0]])
 
     @functools.cached_property
     def turns(self) -> tuple[np.ndarray, np.ndarray]:
@@ -77,15 +74,6 @@ class SignatureGraph:
     def several(self) -> list[list[int]]:
         """The parts of several signatures, which wait for each other in turn."""
         return [part for part in self.parts if len(part) > 1]
-
-    @functools.cached_property
-    def components(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """int64 [signatures] each: its component, its position in it, the component's size."""
-        component, column, size = (np.zeros(len(self.columns.arity), dtype=np.int64) for _ in range(3))
-        for number, part in enumerate(self.parts):
-            component[part], size[part] = number, len(part)
-            column[part] = np.arange(len(part))
-        return component, column, size
 
 
 class Survey(NamedTuple):
@@ -110,18 +98,6 @@ def _mark_called(sig: Shorts, marks: Marks) -> None:
         if not 0 <= sig[c] < marks.shape[0]:
             raise IndexError(NOT_THERE)
         marks[sig[c]] = 1
-
-
-def count_values(program: Program) -> int:
-    """How many values there are, without numbering them call by call."""
-    return program.known + _sum_of_products(survey(program).counts, program.width)
-
-
-def _sum_of_products(a: Ints, b: Ints) -> int:
-    total = 0
-    for i in range(a.shape[0]):
-        total += a[i] * b[i]
-    return total
 
 
 def survey(program: Program) -> Survey:
@@ -168,10 +144,8 @@ def _walk(
         present[s] = counts[s] > 0
         values += counts[s] * (out[s + 1] - out[s])
     scratch: WrittenShorts = np.empty(2 * values, dtype=np.int32)
-    maker: WrittenShorts = scratch[
-        :values
-    ]  # of each value the call that makes it, its number among all outputs
-    flat: WrittenShorts = scratch[values:]
+    maker: WrittenShorts = scratch[:values]  # of each value the call that makes it ...
+    flat: WrittenShorts = scratch[values:]  # ... and its number among all outputs
     values = 0
     for c in range(sig.shape[0]):
         s, depth = sig[c], 0
@@ -373,9 +347,9 @@ def find_wanted(
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """uint8 [signatures] a phase: whose outputs reach, by differentiable inputs, one of the values `results`; uint8
     [values]: which values do. What was computed to be asked for alone reaches none."""
-    results = results if results.dtype == np.int64 else results.astype(np.int64)
-    marked = np.zeros(count_values(phases[len(phases) - 1][0]), dtype=np.uint8)
-    _mark(results, marked)
+    last = phases[len(phases) - 1][0]
+    marked = np.zeros(last.known + int(survey(last).counts @ last.width), dtype=np.uint8)
+    marked[results.astype(np.int64, copy=False)] = 1
     wanted_of_phases = []
     for program, needs in reversed(phases):
         c = program.columns
@@ -389,13 +363,6 @@ def find_wanted(
         wanted_of_phases.append(leads)
     wanted_of_phases.reverse()
     return wanted_of_phases, marked
-
-
-def _mark(results: Ints, marked: Marks) -> None:
-    for i in range(results.shape[0]):
-        if not 0 <= results[i] < marked.shape[0]:
-            raise IndexError(NOT_THERE)
-        marked[results[i]] = 1
 
 
 def _reach(sig: Shorts, first: Ints, earlier: Int, marked: Marks, hit: Marks) -> None:

@@ -92,9 +92,7 @@ def _kinds(columns: SignatureColumns) -> _Kinds | tuple[()]:
         np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
         np.array([s.modes.grad for s in signatures], dtype=bool),
         np.array([treats_rows_alike(s) for s in signatures], dtype=bool),
-        np.array(
-            [s.operation.kind == "constant" and s.outputs[0].shape != () for s in signatures], dtype=bool
-        ),
+        np.array([s.operation.kind == "constant" and s.outputs[0].shape != () for s in signatures], bool),
         np.array([t.shape[0] if t.shape else 0 for t in columns.types], dtype=np.int64),
     )
     return kinds if (kinds.stack | kinds.alike).any() and (kinds.row != NO_ROW).any() else ()
@@ -114,16 +112,13 @@ def treats_rows_alike(signature: Signature) -> bool:
         return plain and s.frozen is not None and _rank_after(s.frozen.module, len(shape)) > 0
     if s.operation.kind != "function":
         return False
-    if (
-        target is F.embedding
-    ):  # in a table that all share; what is set besides is for its gradient or its rows
+    if target is F.embedding:  # in a table that all share; what else is set is for its gradient or rows
         return len(s.shared) == 1 and leaves[1] == Slot("shared", 0) and all(
             x is None or x is False or (type(x) is float and n == 2) for n, x in enumerate(leaves[2:])
         )  # fmt: skip
     if target is F.linear:
-        return len(shape) > 1 and all(
-            (type(x) is Slot and x.kind == "shared") or x is None for x in leaves[1:]
-        )
+        all_share = all(x is None or (type(x) is Slot and x.kind == "shared") for x in leaves[1:])
+        return len(shape) > 1 and all_share
     return target in _POINTWISE and not s.shared and True not in leaves[1:]
 
 
@@ -319,9 +314,8 @@ class RowUnstacker:
         if signature is None:
             of_operation = (s for s in program.signatures if s.operation is like.operation)
             users = (s for s in of_operation if s.outputs == outputs and _key(s, s.inputs) == key[1])
-            signature = next(users, None) or dataclasses.replace(
-                like, inputs=inputs, outputs=outputs, sizes=None
-            )
+            new = dataclasses.replace(like, inputs=inputs, outputs=outputs, sizes=None)
+            signature = next(users, new)
             self.signatures.put(key, signature)
         return signature
 

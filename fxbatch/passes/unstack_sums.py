@@ -201,9 +201,8 @@ class _Unstacking:
     def _numbers(self, sig: np.ndarray, signature: Any) -> np.ndarray:
         """For each signature number of a reduction, that of the signature which takes its place."""
         number = np.zeros(len(self.program.signatures), dtype=np.int64)
-        numbers: dict[
-            Hashable, int
-        ] = {}  # by what a reduction gives: the number of stacked values does not matter
+        # By what a reduction gives: the number of stacked values does not matter.
+        numbers: dict[Hashable, int] = {}
         for s in np.unique(sig).tolist():
             like = self.program.signatures[s]
             key = like.outputs, like.modes

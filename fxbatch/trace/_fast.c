@@ -20,8 +20,6 @@
 #include "_fast_views.h"
 #include "_fast_numbers.h"
 
-/* --- Calls that were met before ------------------------------------------------------------------------------ */
-
 /* --- Writes in place ------------------------------------------------------------------------------------------ */
 
 enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE }; /* Entry.written_as */
@@ -36,8 +34,7 @@ static PyObject *value_at(PyObject *recorder, PyObject *x)
    Python's. Its own views are recorded anew when they are used (is_stale). */
 static int may_be_rewritten(PyObject *recorder, PyObject *v)
 {
-    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) &&
-           (SLOT(KNOWN(recorder), at.grad) == Py_True || SLOT(recorder, at.graded) != Py_True);
+    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) && counts_for_gradients(recorder);
 }
 
 /* Record a call whose only output is the new content of v; -1 without an error where it is for Python. */
@@ -537,7 +534,7 @@ static struct {
     const char *name;
     const PyGetSetDef **where;
 } const getters[] = {
-    {"shape", &get_shape}, {"dtype", &get_dtype}, {"is_cpu", &get_is_cpu}, {"_version", &get_version}, {"_base", &get_base},
+    {"shape", &get_shape}, {"dtype", &get_dtype}, {"_version", &get_version}, {"_base", &get_base},
     {"requires_grad", &get_requires_grad}, {"grad_fn", &get_grad_fn},
 };
 

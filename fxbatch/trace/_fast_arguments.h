@@ -61,9 +61,8 @@ static int token_value(Arguments *a, PyObject *v)
             return -1;
         Py_DECREF(refreshed);
     }
-    if (a->n == a->room && arguments_grow(a) < 0)
+    if (token(a, (PyObject *)Value, WHOLE(v, at.type)) < 0)
         return -1;
-    a->tokens[a->n++] = (Token){(PyObject *)Value, WHOLE(v, at.type)};
     a->inputs[a->read++] = (Input){Py_NewRef(v), WHOLE(v, at.value)};
     return 1;
 }
@@ -216,21 +215,13 @@ static int tokenise_all(Arguments *a, PyObject *recorder, PyObject *const *args,
     int known = token(a, (PyObject *)&PyTuple_Type, n);
     for (Py_ssize_t i = 0; known > 0 && i < n; i++)
         known = tokenise(a, recorder, args[i], 0);
+    PyObject *name, *x;
     if (names && PyTuple_Check(names))
-        for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(names); i++) {
-            known = token(a, PyTuple_GET_ITEM(names, i), 1);
-            if (known > 0)
-                known = tokenise(a, recorder, args[n + i], 0);
-        }
-    else if (names) {
-        PyObject *name, *x;
-        Py_ssize_t i = 0;
-        while (known > 0 && PyDict_Next(names, &i, &name, &x)) {
-            known = token(a, name, 1);
-            if (known > 0)
-                known = tokenise(a, recorder, x, 0);
-        }
-    }
+        for (Py_ssize_t i = 0; known > 0 && i < PyTuple_GET_SIZE(names); i++)
+            known = token(a, PyTuple_GET_ITEM(names, i), 1) > 0 ? tokenise(a, recorder, args[n + i], 0) : -1;
+    else if (names)
+        for (Py_ssize_t i = 0; known > 0 && PyDict_Next(names, &i, &name, &x);)
+            known = token(a, name, 1) > 0 ? tokenise(a, recorder, x, 0) : -1;
     if (known <= 0)
         arguments_free(a);
     return known;

@@ -15,20 +15,6 @@ typedef struct {
     Py_ssize_t size, room, exports;
 } Column;
 
-/* Memory of columns that are no more, for the next: each recording begins two. */
-static struct Spare {
-    int64_t *data;
-    Py_ssize_t room;
-} spare[4];
-static int spares;
-#define MAX_SPARE (1 << 15)
-
-static void column_take(Column *c, const struct Spare *from)
-{
-    c->data = from->data;
-    c->room = from->room;
-}
-
 static int column_reserve(Column *c, Py_ssize_t more)
 {
     if (c->exports) {
@@ -38,8 +24,6 @@ static int column_reserve(Column *c, Py_ssize_t more)
     if (c->size + more <= c->room)
         return 0;
     Py_ssize_t room = 2 * (c->size + more) + 62;
-    if (!c->data && spares) /* one that was used before */
-        return column_take(c, &spare[--spares]), column_reserve(c, more);
     int64_t *data = PyMem_Realloc(c->data, room * sizeof(int64_t));
     if (!data) {
         PyErr_NoMemory();
@@ -118,11 +102,7 @@ static void column_releasebuffer(PyObject *self, Py_buffer *Py_UNUSED(view))
 
 static void column_dealloc(PyObject *self)
 {
-    Column *c = (Column *)self;
-    if (c->data && c->room <= MAX_SPARE && spares < 4)
-        spare[spares++] = (struct Spare){c->data, c->room};
-    else
-        PyMem_Free(c->data);
+    PyMem_Free(((Column *)self)->data);
     Py_TYPE(self)->tp_free(self);
 }
 

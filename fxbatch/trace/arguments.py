@@ -173,11 +173,8 @@ def without_derived(given: object) -> Any:
     )
 
 
-_DERIVED: dict[type, Callable[[Any], object]] = {
-    int: int.__index__,
-    float: float.__float__,
-    str: str.__str__,
-}  # what is read of them, whatever their classes override
+# What is read of them, whatever their classes override.
+_DERIVED: dict[type, Callable[[Any], object]] = {int: int.__index__, float: float.__float__, str: str.__str__}
 
 
 def _plain(x: object) -> object:
@@ -207,10 +204,8 @@ class Arguments:
         self.args, self.kwargs = args, kwargs
         self.first_shared = 0  # how many shared operands are the called module's own, before these
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
-        self.own = (
-            own  # whether users' code is called, which tells members of enumerations from their numbers
-        )
         self.viewed = False  # ... and whether there was one
+        self.own = own  # whether users' code is called: to it members of enumerations are not their numbers
         self.copied = False  # whether a view of a bare parameter was taken for what it holds now
         self.rows = False  # whether there was a row of a parameter that is looked up
         self.values: list[Value] = []  # one an input

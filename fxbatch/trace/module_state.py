@@ -67,9 +67,8 @@ class Examined:
         self.shared: list[SharedOperand] = []
         self.training = module.training
         self.places = places_of_modules(list(module.modules()))
-        self.entries: dict[
-            object, dict[object, Any]
-        ] = {}  # modes -> what it was called with -> Entry or reason
+        # By modes, then by what it was called with: an Entry or a reason.
+        self.entries: dict[object, dict[object, Any]] = {}
         key: list[object] = []
         for prefix, m in module.named_modules(remove_duplicate=False):
             if has_hooks(m):

@@ -127,9 +127,8 @@ def _recorded(call: ModuleCall) -> object:
         return call.pass_through()
     record = _record(recorder, module, call.method)
     examined = recorder.knowledge.examined.get(id(record))
-    if record.through or (
-        examined is not None and examined.reason
-    ):  # its parts are exact whatever has changed since
+    by_parts = record.through or (examined is not None and examined.reason)
+    if by_parts:  # they are exact whatever has changed since
         return call.pass_through()
     arguments = Arguments(recorder, call.args, call.kwargs)
     try:
@@ -193,13 +192,8 @@ def _copies_of_buffers(
     Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
     constants they are batched with the others of the module.
     """
-    copies = recorder.copies
-    if (
-        copies is None
-        or not recorder.knowledge.grad
-        or not args
-        or getattr(module, "max_norm", None) is not None
-    ):
+    copies, renorms = recorder.copies, getattr(module, "max_norm", None) is not None
+    if copies is None or renorms or not (recorder.knowledge.grad and args):
         return None
     if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
         return None
@@ -224,10 +218,8 @@ def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
             f"{name} is a TorchScript module, whose code can't be recorded: use the module that it was made "
             f"from{at_line()}"
         )
-    if any(
-        c.__name__ == "FSDPModule" and c.__module__.startswith("torch.distributed")
-        for c in type(module).__mro__
-    ):
+    classes = [c.__module__ for c in type(module).__mro__ if c.__name__ == "FSDPModule"]
+    if any(home.startswith("torch.distributed") for home in classes):
         raise TraceError(
             f"{name} was given to fully_shard by itself: its parameters are whole only while it runs, and what it "
             f"does runs later, batched; call fully_shard on the root module alone{at_line()}"
@@ -271,9 +263,8 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
     if examined is None:
         examined = record.examined
         if examined is None:
-            examined = record.examined = Examined(
-                record.module, Reads.of_module(record.module, record.method)
-            )
+            reads = Reads.of_module(record.module, record.method)
+            examined = record.examined = Examined(record.module, reads)
         elif not examined.unchanged():
             changed = first_changed(examined.reads.items)
             record.changed = record.changed if changed is None else changed.path
@@ -363,9 +354,8 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     recorder, module, method = arguments.recorder, record.module, record.method
     names, template = tuple(examined.names), arguments.template()
     inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
-    is_buffer = {
-        n: s.name not in s.owner.__dict__ for n, s in zip(names, examined.shared, strict=True) if s.owner
-    }
+    pairs = zip(names, examined.shared, strict=True)
+    is_buffer = {n: s.name not in s.owner.__dict__ for n, s in pairs if s.owner}
     twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
     twin = structural_twin(module, twins)
 

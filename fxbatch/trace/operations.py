@@ -450,11 +450,8 @@ def _run_without_memory(
     """The BodyRun of torch's own code, or plain code, on tensors of the device "meta"; None where it does not run on
     these, or they could say something else than tensors of the real device."""
     devices = {t.device for t in inputs} | {t.device for t in shared}
-    if (
-        len(devices) != 1
-        or any_autocast()
-        or any(is_wrapped(t) or t.layout is not torch.strided for t in shared)
-    ):
+    dense = all(t.layout is torch.strided and not is_wrapped(t) for t in shared)
+    if len(devices) != 1 or any_autocast() or not dense:
         return None
     (device,) = devices
     watch = _RandomWatch()
@@ -476,10 +473,9 @@ def _run_without_memory(
                 result = body(list(tensors), list(operands))
         except Exception:  # noqa: BLE001 - fake tensors say what is wrong, if anything is
             return None
-        leaves = tree_leaves(result)
-        if not leaves or not all(
-            x is None or (isinstance(x, torch.Tensor) and x.is_meta and x.layout is torch.strided)
-            for x in leaves
+        leaves = [x for x in tree_leaves(result) if x is not None]  # a write gives none
+        if any(
+            not isinstance(x, torch.Tensor) or not x.is_meta or x.layout is not torch.strided for x in leaves
         ):
             return None
         types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
@@ -579,11 +575,8 @@ def _python_random_states() -> tuple[object, Any]:
 def _restore_python_random(states: tuple[Any, Any]) -> bool:
     """Put Python's and numpy's generators back; whether either had moved."""
     moved = random.getstate() != states[0]
-    name, keys, position, *rest = np.random.get_state()  # noqa: NPY002 - users draw from it
-    old_name, old_keys, old_position, *old_rest = states[1]
-    moved |= (name, position, rest) != (old_name, old_position, old_rest) or not np.array_equal(
-        keys, old_keys
-    )
+    pairs = zip(np.random.get_state(), states[1], strict=True)  # noqa: NPY002 - users draw from it
+    moved |= not all(np.array_equal(now, before) for now, before in pairs)
     if moved:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002 - users draw from it

@@ -91,9 +91,7 @@ class Walk:
         self.fields: set[str] = set()  # attributes of what is computed or given
         self.functions: dict[int, tuple[str, object]] = {}  # their names and syntax trees
         self._calls: dict[object, Things | None] = {}
-        self._names: dict[
-            object, tuple[frozenset[str], frozenset[str]]
-        ] = {}  # `stored_names` of each function
+        self._names: dict[object, tuple[frozenset[str], frozenset[str]]] = {}  # `stored_names` of functions
         self._memo: dict[object, Thing] = {}
         self._recursive: set[object] = set()
         self._torchs: set[int] = set()
@@ -301,11 +299,8 @@ class Walk:
         self.fields.add(name)
         for cls in self.roots.given:
             owner, member = found_in(cls, name)
-            if (
-                owner is not None
-                and not is_library(owner.__module__)
-                and not isinstance(member, MemberDescriptorType)
-            ):
+            users = owner is not None and not is_library(owner.__module__)
+            if users and not isinstance(member, MemberDescriptorType):
                 self._item(IN_TYPE, cls, name, member, f"{cls.__name__}.{name}")
                 if isinstance(member, property):
                     return self._call(self._value(member.fget, name), (DATA,), {})
@@ -406,10 +401,8 @@ class Walk:
         for thing in things:
             x: object = thing.object
             if isinstance(x, (*CONTAINERS, torch.nn.ParameterList, torch.nn.ParameterDict)):
-                parts = {n: part for n, part in x._modules.items() if part is not None}
-                out = out.union(
-                    DATA, *(self._part(part, f"{thing.path}[{n!r}]") for n, part in parts.items())
-                )
+                parts = [(n, part) for n, part in x._modules.items() if part is not None]
+                out = out.union(DATA, *(self._part(part, f"{thing.path}[{n!r}]") for n, part in parts))
             elif isinstance(x, (torch.nn.Module, type)):
                 out.add(COMPUTED)
         return frozenset(out)
@@ -425,19 +418,16 @@ class Walk:
                     return self.refuse(f"calls {thing.path}, whose backward is its own")
                 continue
             cls, _ = found_in(type(m), name)
-            if (cls is torch.nn.Module or isinstance(m, CONTAINERS)) and name not in (
-                *METHODS_OF_MODULES,
-                "__call__",
-            ):
+            plain = name in METHODS_OF_MODULES or name == "__call__"
+            if (cls is torch.nn.Module or isinstance(m, CONTAINERS)) and not plain:
                 return self.refuse(f"calls {name}() of a module")
             named = name == "items" or name.startswith("named_")
             if name in GIVING_TENSORS:
                 out |= self._row((DATA, DATA)) if named else DATA
                 continue
             if name in METHODS_OF_MODULES and name != "forward":
-                parts = frozenset(
-                    Thing(part, self.tree.get(id(part), name)) for part in m.modules() if part is not m
-                )
+                below = [part for part in m.modules() if part is not m]
+                parts = frozenset(Thing(part, self.tree.get(id(part), name)) for part in below)
                 out |= self._row((DATA, parts)) if named else parts
             self._torch_module(thing)
         for thing in frozenset().union(*args):
@@ -452,10 +442,9 @@ class Walk:
         m = thing.object
         for name in ("__call__", "forward"):
             if name == "forward" and name in m.__dict__:
-                self._item(IN_DICT, m.__dict__, name, m.__dict__[name], f"{thing.path}.forward", own=True)
-                return self._call(
-                    self._value(m.__dict__[name], f"{thing.path}.forward"), args, kwargs, spread=spread
-                )
+                value, path = m.__dict__[name], f"{thing.path}.forward"
+                self._item(IN_DICT, m.__dict__, name, value, path, own=True)
+                return self._call(self._value(value, path), args, kwargs, spread=spread)
             cls, member = found_in(type(m), name)
             if cls is not None and not is_library(cls.__module__):
                 bound = self._member(cls, name, member, frozenset({thing}), f"{thing.path}.{name}")
@@ -506,15 +495,12 @@ class Walk:
         if not issubclass(cls, torch.autograd.Function):
             self._call(frozenset({Thing(cls, cls.__name__)}), (DATA,), {}, spread=True)
             return
-        with_context = "setup_context" not in {
-            n for c in cls.__mro__ if c is not torch.autograd.Function for n in vars(c)
-        }
         for name in ("forward", "backward", "setup_context", "vjp", "jvp", "vmap"):
             owner, member = found_in(cls, name)
             if owner is not None and not is_library(owner.__module__):
                 self._item(IN_TYPE, cls, name, member, f"{cls.__name__}.{name}")
                 function = getattr(member, "__func__", member)
-                first = (frozenset({CONTEXT}),) if with_context or name != "forward" else ()
+                first = () if name == "forward" else (frozenset({CONTEXT}),)
                 if isinstance(function, FunctionType):
                     self._function(function, (*first, DATA), {}, True, f"{cls.__name__}.{name}")
 
@@ -566,13 +552,11 @@ class Walk:
                 return DATA
             return result
         self._calls[key] = None
-        scope = Scope(node, globals_, cells, around, path, names, variables)
+        scope = Scope(node, globals_, cells, around, names, variables)
         line = self._line
-        body = (
-            node.body
-            if isinstance(node.body, list)
-            else [ast.Return(node.body, lineno=node.lineno, col_offset=0)]
-        )
+        body = node.body
+        if not isinstance(body, list):  # of a lambda
+            body = [ast.Return(body, lineno=node.lineno, col_offset=0)]
         if isinstance(node, ast.FunctionDef) and any(yields(s) for s in body):
             return self.refuse(f"calls {path}(), a generator")
         while True:
@@ -699,18 +683,15 @@ class Walk:
                 if base != {CONTEXT}:
                     self.refuse(f"sets {ast.unparse(target)}")
             case ast.Subscript():
-                base = self.eval(target.value, scope)
+                whole, named = target.value, isinstance(target.value, ast.Name)
+                base = self.eval(whole, scope)
                 self.eval(target.slice, scope)
-                held = (
-                    isinstance(target.value, ast.Attribute) and self.eval(target.value.value, scope) != DATA
-                )
-                if held or not base <= DATA:
-                    if base <= DATA | value and isinstance(target.value, ast.Name):
-                        pass  # a container of its own, with modules in it
-                    else:
-                        self.refuse(f"writes to {ast.unparse(target.value)}")
-                if isinstance(target.value, ast.Name) and not value <= DATA:
-                    self._assign(target.value, value, scope)
+                holder = self.eval(whole.value, scope) if isinstance(whole, ast.Attribute) else DATA
+                local = named and base <= DATA | value  # a container of the body's, with modules in it
+                if holder != DATA or not (base <= DATA or local):
+                    self.refuse(f"writes to {ast.unparse(whole)}")
+                if named and not value <= DATA:
+                    self._assign(whole, value, scope)
             case _:
                 self.refuse(f"sets {ast.unparse(target)}")
 
@@ -792,6 +773,7 @@ class Walk:
     def _call_expression(self, e: ast.Call, scope: Scope) -> Things:
         args = [self.eval(a, scope) for a in e.args]
         kwargs = [(k.arg, self.eval(k.value, scope)) for k in e.keywords]
+        named = {k: v for k, v in kwargs if k is not None}
         if isinstance(e.func, ast.Name):
             special = self._special_call(e, e.func.id, args, scope)
             if special is not None:
@@ -803,11 +785,8 @@ class Walk:
                 self._assign(base, frozenset().union(*args), scope)
         if any(isinstance(a, ast.Starred) for a in e.args) or any(k is None for k, _ in kwargs):
             everything: Things = frozenset().union(DATA, *args, *(v for _, v in kwargs))
-            first = args[: _first_starred(e.args)]
-            return self._call(
-                called, (*first, everything), {k: v for k, v in kwargs if k is not None}, spread=True
-            )
-        return self._call(called, args, {k: v for k, v in kwargs if k is not None})
+            return self._call(called, (*args[: _first_starred(e.args)], everything), named, spread=True)
+        return self._call(called, args, named)
 
     def _special_call(self, e: ast.Call, name: str, args: list[Things], scope: Scope) -> Things | None:
         if self._name(name, scope) != {Thing(getattr(builtins, name, None))}:

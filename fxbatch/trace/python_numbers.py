@@ -263,8 +263,8 @@ def _lift_rows(recorder: RecordedCalls, v: Value) -> tuple[Entry, int, dict[int,
     if entry is None:
         entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
     numbers = recorder.index_numbers.setdefault(t.device, {})
-    known = recorder.row_calls[recorder.knowledge.mode, v._type] = entry, t.shape[0], numbers
-    return known
+    row_call = recorder.row_calls[recorder.knowledge.mode, v._type] = entry, t.shape[0], numbers
+    return row_call
 
 
 def _new_lifted(

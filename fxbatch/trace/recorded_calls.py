@@ -95,9 +95,7 @@ class Knowledge:
         self.modules = _NO_MODULES  # all modules as they were when owners were found
         self.examined: dict[int, Any] = {}  # modules as they are
         self.call_table = new_call_table()  # of calls that were met before
-        self.constant_entries: dict[
-            object, Entry
-        ] = {}  # by (shape, dtype, device), and by what C knows a type by
+        self.constant_entries: dict[object, Entry] = {}  # by (shape, dtype, device), and as C knows a type
         self.by_mode: dict[object, tuple[int, dict[object, object]]] = {}
         self.mode = -1  # number of torch's modes, part of the key of a known call
         self.mode_key: Any = None
@@ -270,9 +268,8 @@ class RecordedCalls(Columns):
         """Whether a module was made in this recording, is no part of another, and was never called: no call depends
         on what it holds."""
         knowledge, number = self.knowledge, id(module)
-        return (
-            number in self.fresh and number not in knowledge.examined and number not in knowledge.modules.seen
-        )
+        is_met = number in knowledge.examined or number in knowledge.modules.seen
+        return number in self.fresh and not is_met
 
     def is_read(self, name: str) -> bool:
         """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
@@ -311,16 +308,14 @@ class RecordedCalls(Columns):
         """Record one call; its outputs as a flat list."""
         self.sigs.append(entry.sid)
         self.inputs.extend([v._value for v in inputs])
-        asked = entry.carries and (
-            any(v._flags & REQUIRES_GRAD for v in inputs) or operands_require(entry.operands)
-        )
-        flags = [carried >> 1 for carried in entry.carries] if asked else [0] * len(entry.types)
+        flags = [0] * len(entry.types)
+        asked = entry.carries and any(v._flags & REQUIRES_GRAD for v in inputs)
+        if asked or (entry.carries and operands_require(entry.operands)):
+            flags = [carried >> 1 for carried in entry.carries]
         first = self.count
         self.count += len(flags)
-        return [
-            new_value(self, first + i, t, flag)
-            for i, (t, flag) in enumerate(zip(entry.types, flags, strict=True))
-        ]
+        outputs = enumerate(zip(entry.types, flags, strict=True), first)
+        return [new_value(self, number, t, flag) for number, (t, flag) in outputs]
 
     def value(self, number: int, type_id: int) -> Value:
         """A Value object with this id, of which nothing but the type is known: it may require a gradient."""
@@ -353,9 +348,8 @@ class RecordedCalls(Columns):
     def _refuse_unseen_changes(self) -> None:
         """Code and attributes that operations read must not change past nn.Module.__setattr__ while instances run."""
         knowledge = self.knowledge
-        changed = first_changed(
-            knowledge.read_by_operations() if knowledge.places is None else knowledge.read, far=False
-        )
+        read = knowledge.read_by_operations() if knowledge.places is None else knowledge.read
+        changed = first_changed(read, far=False)
         if changed is not None:
             raise TraceError(
                 f"{changed.path} was changed while instances ran, in a way that can't be seen at each call: set "

@@ -157,10 +157,8 @@ class Entry:
         # For each output 3 where a gradient can go through the call to it, else 1; empty where none can.
         self.carries = b""
         self.operands = signature.shared
-        self.asked_in = (
-            0  # the recording in which it was asked whether one of these requires a gradient, and the answer
-        )
-        self.requires = 0
+        self.asked_in = 0  # the recording in which it was asked whether one of these requires a gradient ...
+        self.requires = 0  # ... and the answer
         self.once = 0  # 1: a call of parameters alone, which all of a recording's calls are one of
 
     def result(self, outputs: Sequence[object]) -> object:
@@ -200,9 +198,7 @@ class CallArguments(Protocol):
     def template(self) -> Template: ...
 
 
-Entries = dict[
-    Hashable, Any
-]  # of one function or module: by key an Entry, a reason why there is none, or a family
+Entries = dict[Hashable, Any]  # of a function or module: by key an Entry, why there is none, or a family
 
 
 class SizedCalls(Protocol):
@@ -239,9 +235,7 @@ class SignatureTable:
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[object, set[int]] = {}
         self.computed: dict[object, int] = {}  # how often the same was computed of the same parameters
-        self.uniform: dict[
-            int, object
-        ] = {}  # lifted signature -> key of its one number, None when they varied
+        self.uniform: dict[int, object] = {}  # lifted signature -> key of its one number, or _VARIED
         self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
@@ -282,10 +276,8 @@ class SignatureTable:
         if len(output_types[1]) != len(self.outputs):
             outputs = list(self.outputs)
             flat = np.array([t for types in outputs for t in types], dtype=np.int32)
-            output_types = self._output_types = (
-                flat,
-                np.array([len(types) for types in outputs], dtype=np.int64),
-            )
+            widths = np.array([len(types) for types in outputs], dtype=np.int64)
+            output_types = self._output_types = flat, widths
         return output_types
 
     def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
@@ -299,9 +291,8 @@ class SignatureTable:
         types = tuple(self.type_ids[t] for t in signature.outputs)
         self.signatures.append(signature)
         self.outputs.append(types)
-        passes = (
-            outcome.gradients if outcome is not None else tuple(t.differentiable for t in signature.outputs)
-        )
+        differentiable = tuple(t.differentiable for t in signature.outputs)
+        passes = differentiable if outcome is None else outcome.gradients
         self.gradients.append(passes)
         entry = Entry(sid, signature, types, outcome)
         if signature.modes.grad and any(passes) and signature.operation.kind not in CONSTANT_KINDS:

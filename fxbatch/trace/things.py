@@ -65,7 +65,6 @@ class Scope:
     globals: dict[str, object]
     cells: dict[str, Any]
     around: Scope | None
-    path: str
     names: tuple[frozenset[str], frozenset[str]]  # `stored_names`
     variables: dict[str, Things] = dataclasses.field(default_factory=dict)
     results: Things = NOTHING

@@ -130,7 +130,7 @@ def describe(s: Signature, names: dict[int, str], lifted: int, sample: object) -
     for operand in s.shared[first_input:]:
         if operand.owner is None or id(operand.owner) not in names:
             raise TraceError(
-                f"{op.name} uses a parameter that is not part of the model: its trace can't be kept"
+                f"{op.name} uses a parameter that is no part of the model: its trace can't be kept"
             )
         prefix = names[id(operand.owner)]
         shared.append(f"{prefix}.{operand.name}" if prefix else operand.name)
@@ -292,10 +292,9 @@ def trace_instance(
     """Record one instance. `fn` is called with exactly these arguments."""
     before, under = _random_states(), modes_now()
     reads = known_model(table, model).reads
+    roots = None if model is None else (model,)
     try:
-        recording = record_minibatch(
-            fn, [(args, kwargs)], table, execution, roots=(model,) if model is not None else None
-        )
+        recording = record_minibatch(fn, [(args, kwargs)], table, execution, roots=roots)
     finally:
         changed = reads.changes()
         for item, _ in reversed(changed):
@@ -351,9 +350,8 @@ def _trace(
     used, sig = np.unique(sigs, return_inverse=True)
     names = module_names(model)
     samples = _samples(recorder, sigs)
-    described = tuple(
-        describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in used.tolist()
-    )
+    ids = used.tolist()
+    described = tuple(describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in ids)
     now = known_model(table, model).fingerprint
     values = [x for x in leaves if type(x) is Value]
     if any(has_attributes(x) and values_in(x) for x in leaves):
@@ -363,7 +361,7 @@ def _trace(
         signatures=described,
         sig=sig.astype(np.int32),
         inputs=np.array(recorder.inputs, dtype=np.int64) - recorder.base,
-        constants={k: recorder.payload[s] for k, s in enumerate(used.tolist()) if s in recorder.payload},
+        constants={k: recorder.payload[s] for k, s in enumerate(ids) if s in recorder.payload},
         values=recorder.count - recorder.base,
         result=Template(slots, spec),
         outputs=tuple(dict.fromkeys(x.id for x in values)),

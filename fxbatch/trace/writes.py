@@ -65,13 +65,10 @@ def zeroed(x: torch.Tensor) -> torch.Tensor:
 
 def _forms(names: tuple[str, ...]) -> dict[object, object]:
     """Functions that write to their first argument, by the same functions that don't."""
-    places = (torch, torch.Tensor)
-    pairs = (
-        (getattr(where, f"{name}_", None), getattr(torch.Tensor, name, None))
-        for name in names
-        for where in places
-    )
-    return {written: pure for written, pure in pairs if written is not None and pure is not None}
+    named = ((name, getattr(where, f"{name}_", None)) for name in names for where in (torch, torch.Tensor))
+    return {
+        f: getattr(torch.Tensor, name) for name, f in named if f is not None and hasattr(torch.Tensor, name)
+    }
 
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
@@ -133,9 +130,8 @@ def _signed(
     outcome = arguments.outcome(made.target, template)
     if outcome.written or outcome.written_shared:
         return None
-    entry = arguments.recorder.signed(
-        made, arguments.types(), arguments.shared, template, outcome, reason=reason
-    )
+    signed = arguments.recorder.signed
+    entry = signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
     entry.written, entry.write = written.written, written
     alone = written.written == (0,) and len(entry.types) == 1 and arguments.leaves[0] is arguments.args[0]
     entry.written_as = WRITES_OTHERWISE
@@ -243,7 +239,7 @@ def _with_gradient_of(recorder: RecordedCalls, old: Value, new: Value) -> Value:
 
 def _unseen_by_autograd(recorder: RecordedCalls, old: Value, new: Value) -> Value:
     """The new content of a Value as its later readers see it: what was written under `no_grad` keeps its gradient."""
-    return new if recorder.knowledge.grad or not recorder.graded else _with_gradient_of(recorder, old, new)
+    return new if _counts_for_gradients(recorder) else _with_gradient_of(recorder, old, new)
 
 
 def _assign(v: Value, new: Value) -> None:
@@ -297,15 +293,12 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
             f"view() or clone(){at_line()}"
         )
     if not args or (value_of(args[0]) if type(args[0]) is WrittenTensor else args[0]) is not source:
-        raise InPlaceError(
-            f"{name} writes to a view made by {label}() in a way that can't be recorded{at_line()}"
-        )
+        raise InPlaceError(f"{name} writes to a view made by {label}() that can't be recorded{at_line()}")
     if label in _DETACHING:
         return _with_gradient_of(recorder, source, new)
     written: Value = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
-    return (
-        written if view.grad or not recorder.knowledge.grad else _with_gradient_of(recorder, source, written)
-    )
+    counts = view.grad or not recorder.knowledge.grad
+    return written if counts else _with_gradient_of(recorder, source, written)
 
 
 def write_through(
@@ -450,12 +443,10 @@ def _index_of(t: torch.Tensor, base: torch.Tensor) -> object:
     if not index:
         return None
     wanted = base[tuple(index)]
-    same = (wanted.shape, wanted.stride(), wanted.storage_offset()) == (
-        t.shape,
-        t.stride(),
-        t.storage_offset(),
-    )
-    return (index[0] if len(index) == 1 else tuple(index)) if same else None
+    geometry = wanted.shape, wanted.stride(), wanted.storage_offset()
+    if geometry != (t.shape, t.stride(), t.storage_offset()):
+        return None
+    return index[0] if len(index) == 1 else tuple(index)
 
 
 def _let_go_of_views(recorder: RecordedCalls, t: torch.Tensor) -> None:

@@ -127,7 +127,7 @@ class OldVariables(Parser):
 
 
 def test_old_variables_of_values_of_own_sizes() -> None:
-    """What a value's `__torch_dispatch__` calls can't be traced with symbols: a fourth size had the shape of the third."""
+    """What a value's `__torch_dispatch__` calls can't be traced with symbols: a fourth size had another's shape."""
     model = OldVariables().double()
     for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 7)):
         check_equal(model, [Sentence(n) for n in sizes])
