@@ -309,10 +309,6 @@ def _by_integer_value(x: Any, index: object) -> bool:
     return whole and x.dim() > 0
 
 
-# A view, and what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
-_NEVER_PACKED = (on_views, torch.detach)
-
-
 def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
     recorder, table = arguments.recorder, arguments.recorder.table
     with table.lock, tracing(None):
@@ -321,7 +317,8 @@ def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any
             called = arguments.args[0] if func is on_views else func
             target = Operation(function_name(called), "function", func, FUNCTION)
             examined = called.examined if type(called) in (CustomFunction, Functional) else None
-            sized = None if examined or reason or func in _NEVER_PACKED else table.sized
+            # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
+            sized = None if examined or reason or func in (on_views, torch.detach) else table.sized
             if sized is not None:
                 entry = sized.entry(recorder.knowledge.functions, arguments, of=func)
             if entry is None:

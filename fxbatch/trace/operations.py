@@ -341,11 +341,9 @@ _OF_DEVICE: dict[object, Callable[[torch.device], object]] = {
 }
 
 
-def data_of_tensors() -> tuple[object, object]:
-    """What `x.data` is to `__torch_function__`: torch's own, and what stands for it while a recording runs."""
-    own: Any = torch._C.TensorBase.data
-    data: Any = torch.Tensor.data
-    return own.__get__, data.__get__
+def data_of_tensors() -> tuple[object, ...]:
+    """What `x.data` is to `__torch_function__`: torch's, and what stands for it while a recording runs."""
+    return tuple(vars(kind)["data"].__get__ for kind in torch.Tensor.__mro__ if "data" in vars(kind))
 
 
 class _CallWatch(TorchFunctionMode):
