@@ -50,7 +50,7 @@ class Engine(Planner):
         self.packed_calls: PackedCalls | None = None
         off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
         if not off and options.backward == "compiled":
-            self.packed_calls = PackedCalls(verify=options.verify, may_build=self.queue.may_build)
+            self.packed_calls = PackedCalls(verify=options.verify, may_try=self.queue.may_try)
         self.table = self._new_table()
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked

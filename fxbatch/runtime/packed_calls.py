@@ -31,6 +31,7 @@ from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments,
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
+from fxbatch.runtime.packed_route import FIRST_SECONDS
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, Template, tensor_spec
 from fxbatch.stopwatch import building
@@ -46,8 +47,7 @@ MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
 SECONDS = 0.1  # of building a function
-FIRST_SECONDS = 0.8  # of building the first one, with this module, which torch imports for symbols of sizes
-_IMPORTED = "torch.export._trace"
+_IMPORTED = "torch.export._trace"  # with the first one: for symbols of sizes
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
@@ -72,9 +72,9 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool, may_build: Callable[..., bool] = lambda **_: True) -> None:
+    def __init__(self, *, verify: bool, may_try: Callable[[float], bool] = lambda _: True) -> None:
         self.verify = verify
-        self.may_build = may_build  # asked before a function is built
+        self.may_try = may_try  # asked before a function is built
         self.families: list[CallFamily] = []
         self.steps = 0
         self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
@@ -96,7 +96,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_build(seconds=SECONDS if _IMPORTED in sys.modules else FIRST_SECONDS):
+            if not self.may_try(SECONDS if _IMPORTED in sys.modules else FIRST_SECONDS):
                 return None
             with building():
                 self._build(family, types)

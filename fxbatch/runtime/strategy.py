@@ -89,7 +89,7 @@ class _Case:
         self.rounds = 0  # that are over
         self.retimed = 0  # minibatches of this round
         self.size = 0  # instances of the minibatch before
-        self.before = Timing(0)  # of the trial before it
+        self.begun = 0  # of the trial before it
         self.timed: Literal["", "scouts", "batch", "loop"] = ""  # what of the minibatch before was
         self.loop: deque[Timing] = deque(maxlen=WINDOW)
         self.batch: deque[Timing] = deque(maxlen=WINDOW)
@@ -126,20 +126,11 @@ class _Case:
     def _is_learning(self) -> bool:
         """Whether the minibatch that was timed says less than the next one will: something was built for it, or not
         all of it was begun, and more than of the one before."""
-        timing, before, self.before = self.batch[-1], self.before, self.batch[-1]
+        timing, begun = self.batch[-1], self.begun
+        self.begun = timing.instances
         if timing.instances < self.size:
-            return timing.instances >= LEARNING * before.instances and not self._is_dear(timing, before)
+            return timing.instances >= LEARNING * begun
         return bool(timing.building) and not self._is_hopeless()
-
-    def _is_dear(self, timing: Timing, before: Timing) -> bool:
-        """Whether a trial took longer by far than the loop does for all instances, or those that it had more than the
-        one before did, beyond what the loop does for them."""
-        loop, _ = self._medians()
-        seconds, earlier = timing.forward + timing.backward, before.forward + before.backward
-        more = before.instances and seconds - earlier > HOPELESS * loop * (
-            timing.instances - before.instances
-        )
-        return bool(loop) and (bool(more) or seconds > HOPELESS * loop * self.size)
 
     def _time_batch(self, instances: int) -> Choice:
         self.timed, self.size = "batch", instances

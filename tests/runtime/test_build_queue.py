@@ -335,3 +335,13 @@ def test_a_large_operation_is_put_off_whoever_asks_for_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(planner, "LARGE", 0)
     assert engine.compiled(signature, operation.needs, shared, True, most=planner.LARGE).is_late
     assert engine.compiled(signature, operation.needs, shared, True).graphs is not None
+
+
+def test_what_serves_all_sizes_is_tried_where_ten_minibatches_could_pay_for_it() -> None:
+    queue = BuildQueue()
+    assert queue.may_try(60.0), "nothing is bounded outside of a minibatch"
+    with queue.minibatch(32, loop=0.01):
+        assert queue.may_try(0.1) and not queue.may_try(0.5)
+    queue.earn(seconds=0.01, loop=0.01)
+    with queue.minibatch(32, loop=0.08):
+        assert queue.may_try(0.5)
