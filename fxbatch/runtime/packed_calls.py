@@ -57,7 +57,7 @@ _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 class CallFamily:
     """Calls of one module or function that differ in the sizes of their inputs, and in numbers that are such, alone."""
 
-    numbers: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)
+    numbers: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)  # `_sizes_in`
     members: list[Entry] = field(default_factory=list)
     keys: list[object] = field(default_factory=list)  # of the members among the entries of their module
     function: PackedFunction | None = None

@@ -46,9 +46,7 @@ class KnownValues:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     def __init__(self) -> None:
-        self.held: dict[
-            int, object
-        ] = {}  # what packed calls gave: tensors, or columns and the places in them
+        self.held: dict[int, object] = {}  # what packed calls gave: tensors, or places in columns
         self._constant: dict[int, object] = {}
         self._programs: list[Program] = []  # whose constants nobody has asked for
 
