@@ -436,7 +436,6 @@ def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
 LOST: dict[str, tuple[Callable[..., Any], str]] = {
     "own derivatives": (lambda x: Straight.apply(x).sum(0) * x.sum(0), "derivatives of its own"),
     "hook": (hooked, "register_hook"),
-    "data": (lambda x: (x.data * x).sum(0), "calls"),
     "write through a view": (written_through_a_view, "writes to a tensor"),
     "write of another type": (lambda x: x.float().add_(x.double()).sum(0), "writes to a tensor"),
     "mask": (lambda x: x[x > 0].sum(), "a size"),
@@ -459,6 +458,7 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
 
 
 KEPT: dict[str, Callable[..., Any]] = {
+    "data": lambda x: (x.data * x).sum(0),
     "copied": lambda x: torch.zeros_like(x).copy_(x.flip(0)).sum(0),
     "no_grad": without_gradient,
     "detach": lambda x: (x.detach() * x).sum(0),
