@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -46,8 +45,6 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
-SECONDS = 0.1  # of building a function
-_IMPORTED = "torch.export._trace"  # with the first one: for symbols of sizes
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
@@ -96,7 +93,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_try(SECONDS if _IMPORTED in sys.modules else FIRST_SECONDS):
+            if not self.may_try(FIRST_SECONDS):
                 return None
             with building():
                 self._build(family, types)
