@@ -349,6 +349,8 @@ def find_wanted(
     [values]: which values do. What was computed to be asked for alone reaches none."""
     last = phases[len(phases) - 1][0]
     marked = np.zeros(last.known + int(survey(last).counts @ last.width), dtype=np.uint8)
+    if (results < 0).any():
+        raise IndexError(NOT_THERE)
     marked[results.astype(np.int64, copy=False)] = 1
     wanted_of_phases = []
     for program, needs in reversed(phases):

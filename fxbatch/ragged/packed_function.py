@@ -8,7 +8,7 @@ In: a body of one instance, example tensors, and which dimensions are the instan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,11 +345,17 @@ class PackedColumn:
     def __len__(self) -> int:
         return self._n
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._apart())
+
     def __getitem__(self, i: int) -> torch.Tensor:
+        return self._apart()[i]
+
+    def _apart(self) -> list[torch.Tensor]:
         if self._parts is None:
             with torch.set_grad_enabled(self._grad):
                 self._parts = apart(self.tensor, self._layout, self._axes, self._lengths, self._n)
-        return self._parts[i]
+        return self._parts
 
     def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
         """The sizes of these dimensions; None where other ones differ."""
@@ -445,15 +451,14 @@ class PackedFunction:
         if isinstance(column, PackedColumn):
             if column.sizes(dims) is not None:
                 return column.tensor
-            column = [column[i] for i in range(len(column))]
+            column = list(column)
         first = sum(len(d) for d in self.dynamic[:place])
         lengths = [Lengths(x, device) for x in sizes[first : first + 2]] if len(dims) == 2 else []
         return together(column, dims, lengths)
 
     def apart(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> list[torch.Tensor]:
         """An output as the tensors of the instances."""
-        column = self.column(output, tensor, z)
-        return [column[i] for i in range(z.n)]
+        return list(self.column(output, tensor, z))
 
     def column(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> PackedColumn:
         """An output as it is, from which the tensors of the instances are taken when somebody asks for one."""

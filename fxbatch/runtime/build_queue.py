@@ -3,6 +3,7 @@
     queue = BuildQueue()
     with queue.minibatch(64, loop=0.2):         # instances, and the seconds that the loop takes for them
         queue.may_build(calls=100)              # whether what is new is built now; else it runs call by call, and waits
+        queue.may_try(seconds=0.5)              # whether a function for all sizes is
         queue.put(key, operation, build)
     queue.earn(seconds=0.05, loop=0.2)          # a minibatch took so long, where the loop takes so long
     queue.build()                               # what waits, as far as was earned

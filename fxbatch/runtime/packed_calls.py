@@ -30,7 +30,7 @@ from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments,
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.packed_route import FIRST_SECONDS
+from fxbatch.runtime.packed_route import SECONDS
 from fxbatch.runtime.run import KnownValues, Run
 from fxbatch.signature import CONSTANT_KINDS, Template, tensor_spec
 from fxbatch.stopwatch import building
@@ -93,7 +93,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None:
-            if not self.may_try(FIRST_SECONDS):
+            if not self.may_try(SECONDS):
                 return None
             with building():
                 self._build(family, types)
@@ -308,9 +308,7 @@ class PackedCalls:
         columns = work.columns_of(calls)
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
-            if not family.checked and not self._agrees(
-                family, [[c[i] for i in range(len(calls))] for c in columns], shared
-            ):
+            if not family.checked and not self._agrees(family, list(map(list, columns)), shared):
                 return
             outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
             parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
@@ -487,12 +485,11 @@ def _sizes_in(
 ) -> dict[int, tuple[int, int] | None]:
     """Which arguments are sizes of an input, which and which of its dimensions: `x.view(len(x), -1)`. None for what
     the others leave to a `view`."""
-    sizes = {
-        n: (i, d)
-        for i, t in reversed([*enumerate(types)])
-        for d, n in reversed([*enumerate(t.shape)])
-        if n > 1
-    }
+    sizes: dict[int, tuple[int, int]] = {}
+    for i, t in enumerate(types):
+        for d, n in enumerate(t.shape):
+            if n > 1:
+                sizes.setdefault(n, (i, d))
     numbers = {i: x for i, x in enumerate(template.leaves) if type(x) is int}
     places: dict[int, tuple[int, int] | None] = {i: sizes[x] for i, x in numbers.items() if x in sizes}
     if function in _VIEWS and -1 not in numbers.values():
@@ -538,9 +535,10 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
-    program = run.planner.take_rows_first(_met_alone(eliminate_dead(program)))
+    program = eliminate_dead(program)
     if program.known:
-        return run.resolved(program)
+        return run.resolved(run.planner.take_rows_first(program))
+    program = run.planner.take_rows_first(_met_alone(program))
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(table, program, run.known, grad=run.grad))
@@ -556,7 +554,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
 def _met_alone(program: Program) -> Program:
     """The program with those signatures alone that its calls have: the table has one for each size that was met."""
     met, sig = np.unique(program.sig, return_inverse=True)
-    if program.known or 2 * len(met) > len(program.signatures):
+    if 2 * len(met) > len(program.signatures):
         return program
     constants = {k: program.constants[s] for k, s in enumerate(met.tolist()) if s in program.constants}
     signatures = tuple(map(program.signatures.__getitem__, met.tolist()))

@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.runtime.packed_forward import PackedForward
 
 NOT_PACKED = object()
-FIRST_SECONDS = 0.5  # of the first packed forward, with what torch imports for symbols of sizes
+SECONDS = (
+    0.5  # that a function for all sizes may take: the first one, with what torch imports for symbols, does
+)
 
 
 class PackedRoute:
@@ -45,7 +47,7 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not self.may_try(FIRST_SECONDS):
+            if not _sizes_differ(instances) or not self.may_try(SECONDS):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward

@@ -86,13 +86,12 @@ REFUSED_METHODS = frozenset({
     "requires_grad_", "module_load", "share_memory_", "record_stream", "reinforce", "numpy", "storage",
     "untyped_storage", "storage_type", "is_shared", "is_pinned", "is_inference", "is_set_to",
 })  # fmt: skip
-METHODS_OF_MODULES = frozenset({
-    "forward", "items", "keys", "values", "children", "named_children", "modules", "named_modules", "parameters",
-    "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer",
-})  # fmt: skip
 GIVING_TENSORS = frozenset({
     "parameters", "named_parameters", "buffers", "named_buffers", "get_parameter", "get_buffer",
 })  # fmt: skip
+METHODS_OF_MODULES = GIVING_TENSORS | {
+    "forward", "items", "keys", "values", "children", "named_children", "modules", "named_modules",
+}  # fmt: skip
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 # Methods of a module that no body calls.
 NEVER_CALLED = frozenset({

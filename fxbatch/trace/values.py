@@ -400,7 +400,7 @@ class Value(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad and not self.requires_grad:
-            if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            if not self._recorder.type_of(self).differentiable:
                 raise RuntimeError("only Tensors of floating point and complex dtype can require gradients")
             self._flags |= REQUIRES_GRAD  # a leaf of the forward: nobody asks for its gradient
         elif not requires_grad and self.requires_grad:

@@ -426,6 +426,12 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return y.sum(0)
 
 
+def written_through_data(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y.data[0] = 0.0
+    return y.sum(0)
+
+
 def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
     y = x * 1
     first = y[0]
@@ -436,6 +442,7 @@ def written_through_a_view(x: torch.Tensor) -> torch.Tensor:
 LOST: dict[str, tuple[Callable[..., Any], str]] = {
     "own derivatives": (lambda x: Straight.apply(x).sum(0) * x.sum(0), "derivatives of its own"),
     "hook": (hooked, "register_hook"),
+    "write through data": (written_through_data, "writes to a tensor"),
     "write through a view": (written_through_a_view, "writes to a tensor"),
     "write of another type": (lambda x: x.float().add_(x.double()).sum(0), "writes to a tensor"),
     "mask": (lambda x: x[x > 0].sum(), "a size"),
