@@ -163,7 +163,7 @@ def _gradients(results: list[list[Any]], wanted: dict[str, torch.Tensor], seed: 
     losses, weights = [], []
     for t in (x for leaves in results for x in leaves if isinstance(x, torch.Tensor)):
         weight = torch.randn(
-            t.shape, generator=generator, dtype=torch.float64
+            t.shape, generator=generator, dtype=torch.float64, device="cpu"
         ).bfloat16()  # as every type has it
         if t.requires_grad:
             losses.append(t)

@@ -304,7 +304,7 @@ def nudged(t: torch.Tensor, seed: int) -> torch.Tensor:
     if seed and (t.is_floating_point() or t.is_complex()) and t.layout is torch.strided:
         apart = max(_APART, 4 * torch.finfo(t.dtype).eps)
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+        noise = torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
         copied = (_wide(copied) * (1 + apart * noise)).to(t.dtype)
     return copied.requires_grad_(t.requires_grad)
 

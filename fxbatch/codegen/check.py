@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -66,6 +67,16 @@ class _SparseTables(QuietDispatchMode):
         return self.call(func, args, kwargs)
 
 
+class _OnHost(QuietDispatchMode):
+    """What is made on a device is made on the host."""
+
+    def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
+        kwargs = kwargs or {}
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return self.call(func, args, kwargs)
+
+
 def _rows_of_table(shape: Sequence[int], indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """A sparse tensor that is these rows added up."""
     with torch.sparse.check_sparse_tensor_invariants(True):
@@ -110,8 +121,8 @@ def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
 def _normal(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     if kind.differentiable:
         wide = torch.complex128 if kind.dtype.is_complex else torch.float64
-        return torch.randn(n, *kind.shape, generator=gen, dtype=wide).to(kind.device, kind.dtype)
-    return torch.randint(0, 2, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
+        return torch.randn(n, *kind.shape, generator=gen, dtype=wide, device="cpu").to(kind.device, kind.dtype)
+    return torch.randint(0, 2, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
 
 
 def _positive(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
@@ -159,9 +170,23 @@ class _Eager:
     def run(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients | None:
         """One row at a time, gradients `given`; None where the numbers are not in this operation's domain."""
         try:
+            if any(x.device.type != "cpu" for x in (*inputs, *self.shared)):
+                self.run_on_host(inputs, n)
             return _lean(self.shared, lambda: self._run(inputs, grads, n))
         except (RuntimeError, ValueError, IndexError, ArithmeticError):
             return None
+
+    def run_on_host(self, inputs: Rows, n: int) -> None:
+        """Its forward on copies of the numbers. Raises where one is out of range: a label, an index, a probability. On
+        CUDA that would be no exception but an assertion, after which the process can't use the device any more."""
+        rows = [x.detach().cpu().requires_grad_(need) for x, need in zip(inputs, self.needs, strict=True)]
+        with _OnHost():
+            for i in range(n):
+                self.signature.run([x[i].clone() for x in rows], self._shared_on_host)
+
+    @cached_property
+    def _shared_on_host(self) -> Rows:
+        return [x.detach().cpu() for x in self.shared]
 
     def _run(self, inputs: Rows, grads: Rows, n: int) -> ValuesAndGradients:
         signature = self.signature
@@ -285,7 +310,7 @@ class _Check:
             ) -> torch.Tensor:
                 if kind.differentiable or kind.dtype is torch.bool:
                     return _normal(kind, n, gen)
-                return torch.randint(low, high, (n, *kind.shape), generator=gen).to(kind.device, kind.dtype)
+                return torch.randint(low, high, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
 
             self.on(integers, 3, high)
 

@@ -93,12 +93,15 @@ class InputForm:
         return torch.empty([n if a else b for a, b in self.sizes], dtype=self.dtype, device=self.device)
 
     def filled(self, n: int, seed: int) -> torch.Tensor:
-        """Numbers between 0 and 1, the same each time; integers and bools are 0 or 1."""
+        """Numbers between 0 and 1, the same each time; integers and bools are 0 or 1, and 0 where an index that is out
+        of range is no exception but the end of the device's use."""
         gen, tensor = torch.Generator().manual_seed(seed), self.empty(n)
         if tensor.is_floating_point() or tensor.is_complex():
             wide = torch.complex128 if tensor.is_complex() else torch.float64
-            return tensor.copy_(torch.rand(tensor.shape, generator=gen, dtype=wide))
-        return tensor.copy_(torch.randint(0, 2, tensor.shape, generator=gen))
+            return tensor.copy_(torch.rand(tensor.shape, generator=gen, dtype=wide, device="cpu"))
+        if tensor.device.type != "cpu":
+            return tensor.zero_()
+        return tensor.copy_(torch.randint(0, 2, tensor.shape, generator=gen, device="cpu"))
 
 
 @dataclass(eq=False)

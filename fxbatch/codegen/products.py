@@ -170,7 +170,7 @@ def best_of(layout: int, size: int) -> tuple[float, float]:
     """The least seconds of our loops and of BLAS, in turns."""
     rows, depth = (WIDTH, size) if layout == LAYOUTS["gradients of weights"] else (size, DEPTH)
     width = DEPTH if rows == WIDTH else WIDTH
-    a, b, out = (torch.rand(n) for n in (rows * depth, depth * (width + PANEL), rows * width))
+    a, b, out = (torch.rand(n, device="cpu") for n in (rows * depth, depth * (width + PANEL), rows * width))
     repeats = max(1, 64 // size)
     least = [float("inf"), float("inf")]
     for _ in range(ROUNDS):

@@ -124,7 +124,7 @@ def _padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Leng
     sizes = first.sizes * second.sizes
     starts = torch.from_numpy(sizes.cumsum() - sizes)
     i, j = (
-        torch.arange(size.longest).minimum((size.column.cpu()[:, None] - 1).clamp(min=0))
+        torch.arange(size.longest, device="cpu").minimum((size.column.cpu()[:, None] - 1).clamp(min=0))
         for size in (first, second)
     )
     place = starts[:, None, None] + i[:, :, None] * second.column.cpu()[:, None, None] + j[:, None, :]

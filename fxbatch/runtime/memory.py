@@ -456,7 +456,7 @@ def fill_constants(
     if numbers is not None:
         out.copy_(torch.from_numpy(numbers))
     elif signature.operation.kind == "number":
-        out.copy_(move(torch.tensor(items, dtype=out.dtype), out.device))
+        out.copy_(move(torch.tensor(items, dtype=out.dtype, device="cpu"), out.device))
     elif len(items) == 1:
         out[0].copy_(items[0])
     elif out.device.type == "cuda":
@@ -503,10 +503,10 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on a device, without waiting for the copy."""
-    if device.type != "cuda":
+    """A tensor on a device, without waiting for the copy of one on the CPU."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
-    return tensor.pin_memory(device).to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def host_numbers(tensors: Sequence[torch.Tensor], kind: Any) -> np.ndarray:

@@ -51,9 +51,9 @@ from fxbatch.torch_private import (
     TreeSpec,
     any_autocast,
     children_of,
-    function_modes,
     inside_functorch,
     memory_is_real,
+    only_default_devices,
     reparametrized,
     tree_flatten,
     tree_unflatten,
@@ -149,7 +149,7 @@ class PackedForward:
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str
     ) -> tuple[object] | None:
         """The results of a minibatch, or None."""
-        if is_watched() or inside_functorch() or function_modes() or not memory_is_real():
+        if is_watched() or inside_functorch() or not only_default_devices() or not memory_is_real():
             return None
         if current_recorder() is not None:
             return None
@@ -198,7 +198,8 @@ class PackedForward:
         assert self.examined is not None
         needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
         types = autocast_state() if any_autocast() else ()
-        return (self.content, kind, torch.is_grad_enabled(), torch.get_default_dtype(), needs, types)
+        defaults = torch.get_default_dtype(), torch.get_default_device()
+        return (self.content, kind, torch.is_grad_enabled(), defaults, needs, types)
 
     def _columns(self, fn: object, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
@@ -565,7 +566,7 @@ def _of_containers(
 @cached("sizes of integers")
 def _as_size(number: int) -> torch.Tensor:
     """A tensor without elements that has this size: an integer of an instance is a size of its own."""
-    return torch.empty(number, 0)
+    return torch.empty(number, 0, device="cpu")
 
 
 def _of_objects(instances: Sequence[Instance], names: frozenset[str] | None) -> _Columns | None:
