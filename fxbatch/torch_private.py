@@ -73,9 +73,6 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrized
 from torch.overrides import _is_torch_function_mode_enabled as function_modes_enabled
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-# Checked against 2.11.0 and 2.13.0: the torch function mode that a default device is.
-from torch.utils._device import DeviceContext
-
 # Checked against 2.11.0 and 2.13.0.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -544,11 +541,6 @@ def function_modes() -> list[Any]:
     return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
 
 
-def only_default_devices() -> bool:
-    """Whether this thread's torch function modes, if there are any, change nothing but the default device."""
-    return not _len_torch_function_stack() or all(type(mode) is DeviceContext for mode in function_modes())
-
-
 function_mode_count: Callable[[], int] = _len_torch_function_stack  # a C function, for hot paths
 
 
@@ -604,7 +596,7 @@ __all__ = [
     "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node", "children_of", "register_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
     "warning_handler", "without_module_trackers", "without_autograd",
-    "memory_is_real", "mode_addresses", "only_default_devices", "storage_of", "storage_uses", "has_torch_function_variadic",
+    "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
     "apply_outside_functorch", "graph_task", "next_sequence_number", "sequence_number",
 ]  # fmt: skip
 

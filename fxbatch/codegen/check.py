@@ -70,7 +70,9 @@ class _SparseTables(QuietDispatchMode):
 class _OnHost(QuietDispatchMode):
     """What is made on a device is made on the host."""
 
-    def __torch_dispatch__(self, func: object, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self, func: object, types: object, args: object = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -121,7 +123,9 @@ def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
 def _normal(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     if kind.differentiable:
         wide = torch.complex128 if kind.dtype.is_complex else torch.float64
-        return torch.randn(n, *kind.shape, generator=gen, dtype=wide, device="cpu").to(kind.device, kind.dtype)
+        return torch.randn(n, *kind.shape, generator=gen, dtype=wide, device="cpu").to(
+            kind.device, kind.dtype
+        )
     return torch.randint(0, 2, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
 
 
@@ -310,7 +314,9 @@ class _Check:
             ) -> torch.Tensor:
                 if kind.differentiable or kind.dtype is torch.bool:
                     return _normal(kind, n, gen)
-                return torch.randint(low, high, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
+                return torch.randint(low, high, (n, *kind.shape), generator=gen, device="cpu").to(
+                    kind.device, kind.dtype
+                )
 
             self.on(integers, 3, high)
 

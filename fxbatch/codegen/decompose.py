@@ -201,6 +201,42 @@ def exponential(x: Tensor, rate: float = 1.0, *, generator: object = None) -> Te
 # -- `nn.EmbeddingBag`: reductions of bags of rows, as scatters.
 
 
+def fused_gru_cell(
+    gates: Tensor,
+    gates_of_state: Tensor,
+    h: Tensor,
+    bias: Tensor | None = None,
+    bias_of_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `torch.gru_cell` calls on CUDA, as it is on the CPU. The second result is for its own backward."""
+    if bias is not None and bias_of_state is not None:
+        gates, gates_of_state = gates + bias, gates_of_state + bias_of_state
+    (reset, update, new), (r, u, n) = gates.chunk(3, -1), gates_of_state.chunk(3, -1)
+    new = (new + (reset + r).sigmoid() * n).tanh()
+    return (h - new) * (update + u).sigmoid() + new, torch.empty_like(gates)
+
+
+def fused_lstm_cell(
+    gates: Tensor,
+    gates_of_state: Tensor,
+    c: Tensor,
+    bias: Tensor | None = None,
+    bias_of_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `torch.lstm_cell` calls on CUDA, as it is on the CPU. The third result is for its own backward."""
+    gates = gates + gates_of_state
+    if bias is not None and bias_of_state is not None:
+        gates = gates + bias + bias_of_state
+    i, f, g, o = gates.chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c, torch.empty_like(gates)
+
+
+# Torch has no fake ones of these.
+torch.library.register_fake("aten::_thnn_fused_gru_cell", fused_gru_cell)
+torch.library.register_fake("aten::_thnn_fused_lstm_cell", fused_lstm_cell)
+
+
 def _reduce_bags(rows: Tensor, bags: Tensor, count: int, reduce: str, start: float) -> Tensor:
     """[count, d]: rows [rows, d] reduced by their bags [rows]; those of bags -1 and `count` are left out."""
     first = torch.full((count + 2, rows.shape[1]), start, dtype=rows.dtype, device=rows.device)
@@ -265,6 +301,8 @@ DECOMPOSITIONS: Decompositions = {
     aten.uniform.default: uniform,
     aten.normal_functional.default: normal_functional,
     aten.exponential.default: exponential,
+    aten._thnn_fused_gru_cell.default: fused_gru_cell,
+    aten._thnn_fused_lstm_cell.default: fused_lstm_cell,
     aten._to_copy.default: to_copy,
     aten.clone.default: clone,
 }

@@ -42,6 +42,7 @@ from fxbatch.runtime.argument_objects import (
     opened,
 )
 from fxbatch.runtime.options import Options
+from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import nest, stack_real
 from fxbatch.runtime.watchers import is_watched
 from fxbatch.signature import TensorSpec, bodies, structural_twin
@@ -53,7 +54,6 @@ from fxbatch.torch_private import (
     children_of,
     inside_functorch,
     memory_is_real,
-    only_default_devices,
     reparametrized,
     tree_flatten,
     tree_unflatten,
@@ -149,7 +149,7 @@ class PackedForward:
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str
     ) -> tuple[object] | None:
         """The results of a minibatch, or None."""
-        if is_watched() or inside_functorch() or not only_default_devices() or not memory_is_real():
+        if is_watched() or inside_functorch() or unheard_mode() or not memory_is_real():
             return None
         if current_recorder() is not None:
             return None

@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxbatch.codegen.body import record
+from fxbatch.codegen.decompose import decompositions, fused_gru_cell, fused_lstm_cell
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
+from fxbatch.torch_private import fake_mode, native_kernels, tree_leaves
 from tests.codegen.operation_cases import assert_equals_rows, build, run_kernels
 
 IDX = torch.tensor
@@ -189,3 +192,39 @@ def test_random_fills_are_drawn_anew_for_each_row(name: str) -> None:
 def test_what_is_written_is_named(module: nn.Module, inputs: list[torch.Tensor], reason: str) -> None:
     graphs, _ = build(module, inputs)
     assert isinstance(graphs, Unbatched) and graphs.reason.startswith(reason), graphs
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_cells_that_cuda_fuses_are_those_of_the_cpu(bias: bool) -> None:
+    x, h, c = D(3, 4), D(3, 5), D(3, 5)
+    gru, lstm = nn.GRUCell(4, 5, bias, dtype=torch.float64), nn.LSTMCell(4, 5, bias, dtype=torch.float64)
+    for cell, fused, states in ((gru, fused_gru_cell, (h,)), (lstm, fused_lstm_cell, (h, c))):
+        biases = (cell.bias_ih, cell.bias_hh) if bias else (None, None)
+        gates = x @ cell.weight_ih.T, h @ cell.weight_hh.T
+        wanted = cell(x, states if len(states) > 1 else h)
+        found = fused(*gates, states[-1], *biases)
+        for got, expected in zip(found, wanted if len(states) > 1 else (wanted,), strict=False):
+            torch.testing.assert_close(got, expected)
+
+
+def on_cuda(kind: Any, *shape: int) -> list[torch.Tensor]:
+    """The results of a module whose parameters have types of CUDA, and no memory."""
+    module = kind(4, 5, device="meta")
+    parameters = {name: torch.empty(x.shape, device="cuda") for name, x in module.named_parameters()}
+    call = torch.func.functional_call(module, parameters, torch.empty(*shape, device="cuda"))
+    return [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell, nn.LSTM, nn.GRU])
+def test_cells_on_cuda_are_calls_that_vmap_has_rules_for(kind: Any) -> None:
+    """Torch calls one kernel there, of which it knows neither the shapes nor a rule."""
+    with fake_mode(), native_kernels():
+        tape = record(lambda: on_cuda(kind, 3, 4), [], decompositions())
+    assert len(tape.calls) > 8
+    assert not [call.target for call in tape.calls if "fused" in str(call.target)]
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.LSTMCell])
+def test_types_of_cells_on_cuda(kind: Any) -> None:
+    with fake_mode():
+        assert {(tuple(x.shape), x.device.type) for x in on_cuda(kind, 3, 4)} == {((3, 5), "cuda")}

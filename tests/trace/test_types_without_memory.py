@@ -173,3 +173,45 @@ with torch.device("meta"):
     assert torch.zeros(3).is_meta and torch.ones(3).is_meta and torch.arange(3).is_meta
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Rows(torch.nn.Module):
+    """A softmax over the rows of `[T, 3]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).softmax(0).sum(0)
+
+
+class Made(torch.nn.Module):
+    """The sum of the rows of `[T, 3]`, and a tensor that the forward makes."""
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, x: Any) -> Any:
+        return x.sum(0), torch.ones(2)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (2, 5, 3)], ids=["recorded", "packed"])
+def test_a_default_device_changes_nothing_where_no_tensor_is_made(sizes: tuple[int, ...]) -> None:
+    """What fxbatch makes for itself is made on the CPU: "meta" would have no numbers."""
+    model, batch = Rows(), [torch.randn(n, 3) for n in sizes]
+    with fxbatch.disabled():
+        expected = model(batch)
+    with torch.device("meta"):
+        explained = str(fxbatch.explain(model, batch))
+        torch.testing.assert_close(model(batch), expected)
+    assert "call by call" not in explained
+    assert ("no order needs fewer" if len(set(sizes)) == 1 else "packed") in explained
+
+
+def test_a_packed_forward_makes_tensors_on_the_default_device_of_now() -> None:
+    model, sentences = Made(), [torch.randn(n, 3) for n in (2, 5, 3)]
+    for device in ("cpu", "meta", "cpu"):
+        with torch.device(device):
+            results = model(sentences)
+        assert [made.device.type for _, made in results] == [device] * 3
+        torch.testing.assert_close([x for x, _ in results], [x.sum(0) for x in sentences])
