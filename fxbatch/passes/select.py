@@ -277,17 +277,53 @@ def reorder(program: Program, order: np.ndarray) -> Program:
 
     Constants of one signature must keep their order among themselves.
     """
-    arity, width = program.arity[program.sig[order]], program.width[program.sig[order]]
-    first = np.empty(len(program), dtype=np.int64)
-    first[order] = program.known + np.cumsum(width) - width
-    new_value = np.arange(program.values)
-    call = program.call_of_value
-    new_value[program.known :] += first[call] - program.first_value[call]
-    within = np.arange(int(arity.sum())) - np.repeat(np.cumsum(arity) - arity, arity)
+    number, inputs = np.arange(program.values), np.empty_like(program.inputs)
+    columns = program.sig, program.inputs, program.width, program.arity, order
+    _number_in_order(*columns, number, inputs, program.known)
     return dataclasses.replace(
         program,
         sig=program.sig[order],
-        inputs=new_value[program.inputs[np.repeat(program.input_offsets[order], arity) + within]],
+        inputs=inputs,
         instance=program.instance[order],
-        outputs=new_value[program.outputs],
+        outputs=number[program.outputs],
     )
+
+
+def _number_in_order(
+    sig: Shorts,
+    inputs: Ints,
+    width: Ints,
+    arity: Ints,
+    order: Ints,
+    number: Written,
+    new_inputs: Written,
+    early: Int,
+) -> None:
+    """The new number of each value, and the inputs of the calls in this order."""
+    first: Written = np.empty(2 * sig.shape[0], dtype=np.int64)  # of each call's values, of its inputs
+    value = early
+    at = 0
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        first[2 * c], first[2 * c + 1] = value, at
+        value += width[sig[c]]
+        at += arity[sig[c]]
+    if at != inputs.shape[0] or value != number.shape[0] or order.shape[0] != sig.shape[0]:
+        raise IndexError(NOT_THERE)
+    value = early
+    for k in range(order.shape[0]):
+        c = order[k]
+        if not 0 <= c < sig.shape[0]:
+            raise IndexError(NOT_THERE)
+        for i in range(first[2 * c], first[2 * c] + width[sig[c]]):
+            number[i] = value
+            value += 1
+    at = 0
+    for k in range(order.shape[0]):
+        c = order[k]
+        for i in range(first[2 * c + 1], first[2 * c + 1] + arity[sig[c]]):
+            if not 0 <= inputs[i] < number.shape[0] or at >= new_inputs.shape[0]:
+                raise IndexError(NOT_THERE)
+            new_inputs[at] = number[inputs[i]]
+            at += 1

@@ -452,13 +452,11 @@ class _Resolution:
 
 def _at_hand(program: Program) -> Program:
     """The program with the tensors that its constants are, where these are places in columns."""
-    if not any(type(x) is tuple for payload in program.constants.values() for x in payload):
-        return program
-    constants = {
-        s: [x[0][x[1]] if type(x) is tuple else x for x in payload]
-        for s, payload in program.constants.items()
-    }
-    return dataclasses.replace(program, constants=constants)
+    places = [s for s, x in program.constants.items() if type(x) is list and tuple in set(map(type, x))]
+    constants = dict(program.constants)
+    for s in places:
+        constants[s] = [x[0][x[1]] if type(x) is tuple else x for x in constants[s]]
+    return dataclasses.replace(program, constants=constants) if places else program
 
 
 def _readers(program: Program, held: dict[int, object]) -> np.ndarray:
@@ -535,6 +533,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
+    if not program.known and not _waiting(packed, program).any():
+        return program
     program = eliminate_dead(program)
     if program.known:
         return run.resolved(run.planner.take_rows_first(program))
@@ -543,7 +543,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     while True:
         program = eliminate_dead(packed.resolve_as_columns(table, program, run.known, grad=run.grad))
         run.known = KnownValues()  # values have other numbers now
-        waits = _packed_calls(packed, program) & ~summed_stacks(program)
+        waits = _waiting(packed, program)
         left = int(waits.sum())
         if not left or (left >= before if before else _too_often(packed, program, waits)):
             return _at_hand(program)
@@ -570,11 +570,11 @@ def _too_often(packed: PackedCalls, program: Program, waits: np.ndarray) -> bool
     return many or int(_segment_of(program, waits).max()) > MOST
 
 
-def _packed_calls(packed: PackedCalls, program: Program) -> np.ndarray:
-    """bool [calls]"""
+def _waiting(packed: PackedCalls, program: Program) -> np.ndarray:
+    """bool [calls]: packed calls, but stacks that become additions."""
     met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0].tolist()
     mine = [s for s in met if packed.family_of(program.signatures[s]) is not None]
-    return np.isin(program.sig, mine)
+    return np.isin(program.sig, mine) & ~summed_stacks(program)
 
 
 def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:

@@ -243,7 +243,7 @@ static PyObject *empty_value(void)
             return v;
         Py_DECREF(v); /* somebody got at it through its tensor */
     }
-    PyObject *v = PyObject_CallOneArg(plain_new, (PyObject *)Value);
+    PyObject *v = PyObject_CallNoArgs(plain_new);
     if (v && PyObject_GC_IsTracked(v))
         PyObject_GC_UnTrack(v);
     return v;
