@@ -90,6 +90,7 @@ class _Case:
         self.retimed = 0  # minibatches of this round
         self.size = 0  # instances of the minibatch before
         self.begun = 0  # of the trial before it
+        self.ready = False  # whether nothing had to be built for it
         self.timed: Literal["", "scouts", "batch", "loop"] = ""  # what of the minibatch before was
         self.loop: deque[Timing] = deque(maxlen=WINDOW)
         self.batch: deque[Timing] = deque(maxlen=WINDOW)
@@ -125,12 +126,16 @@ class _Case:
 
     def _is_learning(self) -> bool:
         """Whether the minibatch that was timed says less than the next one will: something was built for it, or not
-        all of it was begun, and more than of the one before."""
-        timing, begun = self.batch[-1], self.begun
+        all of it was begun, and more than of the one before; or it is the first for which nothing was, and took
+        longer than the loop."""
+        timing, begun, ready = self.batch[-1], self.begun, self.ready
         self.begun = timing.instances
         if timing.instances < self.size:
             return timing.instances >= LEARNING * begun
-        return bool(timing.building) and not self._is_hopeless()
+        self.ready = not timing.building
+        loop, batch = self._medians()
+        ratio = batch / loop if loop else 0.0
+        return ratio <= HOPELESS and (bool(timing.building) or (ratio > 1.0 and not ready))
 
     def _time_batch(self, instances: int) -> Choice:
         self.timed, self.size = "batch", instances
@@ -160,11 +165,6 @@ class _Case:
         if self.loops:
             wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
         self.next_round = self.minibatches + wait - 1
-
-    def _is_hopeless(self) -> bool:
-        """Whether the loop is faster by far, whatever was built meanwhile."""
-        loop, batch = self._medians()
-        return bool(loop) and batch > HOPELESS * loop
 
     def _medians(self) -> tuple[float, float]:
         """Median seconds per instance by the loop, and batched; 0 if that was not timed. Backward passes count if both

@@ -58,7 +58,7 @@ class ModuleRecord:
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
-    if recorder is None:
+    if recorder is None or id(self) in recorder.by_parts:
         return module_call(self, *args, **kwargs)
     return call_module(recorder, self, args, kwargs)
 
@@ -129,15 +129,17 @@ def _recorded(call: ModuleCall) -> object:
     examined = recorder.knowledge.examined.get(id(record))
     by_parts = record.through or (examined is not None and examined.reason)
     if by_parts:  # they are exact whatever has changed since
+        if call.marked is None and _rule(module, None) is not TORCH_MODULE:
+            recorder.by_parts.add(id(module))
         return call.pass_through()
+    if _rule(module, call.method) is not TORCH_MODULE and (reason := why_not_plain(call.args, call.kwargs)):
+        call.note(reason)
+        return call.through()
     arguments = Arguments(recorder, call.args, call.kwargs)
     try:
         key = arguments.key()
     except OpaqueArgumentError as error:
         call.note(str(error))
-        return call.through()
-    if _rule(module, call.method) is not TORCH_MODULE and (reason := why_not_plain(call.args, call.kwargs)):
-        call.note(reason)
         return call.through()
     if not arguments.values:
         copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)

@@ -181,6 +181,8 @@ class RecordedCalls(Columns):
         self.views_met = {}
         # Ids of modules that were made in this recording, and are no part of another.
         self.fresh: set[int] = set()
+        # And of those whose calls are recorded by their parts, as long as no hook is set.
+        self.by_parts: set[int] = set()
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)
@@ -262,6 +264,7 @@ class RecordedCalls(Columns):
         knowledge.call_table.clear()
         knowledge.examined.clear()
         self.heard.forget()
+        self.by_parts.clear()
         self.lasts = False
 
     def is_new(self, module: torch.nn.Module) -> bool:

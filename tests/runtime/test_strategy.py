@@ -203,6 +203,16 @@ def test_a_minibatch_that_takes_far_longer_than_the_loop_is_not_timed_again() ->
     assert loops(Strategy(), 64, times, 40) == [False] * 2 + [True] * 38
 
 
+def test_the_first_minibatch_for_which_nothing_is_built_has_caches_to_fill() -> None:
+    """One that took longer than the loop is timed once more, before the loop runs for long."""
+    strategy = Strategy()
+    run(strategy, 64, Times(1.0, 1.0))
+    run(strategy, 64, Times(1.0, 1.6))  # slow, as the first of its kind
+    assert not any(loops(strategy, 64, Times(1.0, 0.5), 20))
+    strategy = Strategy()
+    assert loops(strategy, 64, Times(1.0, 1.6), 6) == [False, False, False, True, True, True]
+
+
 def test_a_round_of_which_a_part_fails_begins_again() -> None:
     strategy = Strategy()
     for _ in range(6):
