@@ -479,7 +479,7 @@ def _host_column(
         return payload.numbers[where].astype(dtype, copy=False)
     items = list(payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()])
     integers = read_integers(items, kind.dtype)
-    return host_numbers(items, dtype) if integers is None else integers
+    return host_numbers(items, dtype) if integers is None else integers.astype(dtype, copy=False)
 
 
 def stack_distinct(items: Sequence[torch.Tensor], out: torch.Tensor) -> None:

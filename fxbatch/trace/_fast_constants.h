@@ -141,6 +141,36 @@ static int kind_from(PyObject *t, Kind *kind, Described *described)
     return 1;
 }
 
+/* The integer that a tensor without dimensions on the CPU holds; 0 where it holds something else. */
+static int integer_in(const Described *t, int64_t *number)
+{
+    if (t->device.type != DLPACK_CPU || t->ndim || !t->data || t->dtype.lanes != 1)
+        return 0;
+    const void *held = (const char *)t->data + t->byte_offset;
+    switch (t->dtype.code << 8 | t->dtype.bits) {
+    case DLPACK_INT << 8 | 64: *number = *(const int64_t *)held; return 1;
+    case DLPACK_INT << 8 | 32: *number = *(const int32_t *)held; return 1;
+    case DLPACK_INT << 8 | 16: *number = *(const int16_t *)held; return 1;
+    case DLPACK_INT << 8 | 8: *number = *(const int8_t *)held; return 1;
+    case DLPACK_UINT << 8 | 8:
+    case DLPACK_BOOL << 8 | 8: *number = *(const uint8_t *)held; return 1;
+    }
+    return 0;
+}
+
+/* The same of a tensor. */
+static int number_of(PyObject *t, int64_t *number)
+{
+    Described described;
+    if (!exchange || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
+        return 0;
+    if (exchange->describe(t, &described) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    return integer_in(&described, number);
+}
+
 /* kind_of(tensor): bytes that are equal for plain tensors of one type alone; None where that is not known. */
 static PyObject *kind_of(PyObject *Py_UNUSED(module), PyObject *t)
 {
@@ -167,6 +197,8 @@ typedef struct {
     PyObject *tensor, *value; /* a reference to each; value NULL when the recording is over */
     int64_t version, type;    /* version: when it was met, -1 where nobody counts */
     Py_ssize_t place;         /* among the constants of its signature, of the phase */
+    int64_t number;           /* where `is_read`: what it held when it was met, an integer without dimensions */
+    int is_read;
 } Constant;
 
 typedef struct {
@@ -215,7 +247,7 @@ static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t ver
 {
     if (constants_reserve(c) < 0)
         return -1;
-    c->rows[c->n] = (Constant){Py_NewRef(t), Py_NewRef(value), version, WHOLE(value, at.type), place};
+    c->rows[c->n] = (Constant){Py_NewRef(t), Py_NewRef(value), version, WHOLE(value, at.type), place, 0, 0};
     *constant_place(c, t) = ++c->n;
     return 0;
 }
@@ -224,8 +256,11 @@ static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t ver
 static Constant *constants_find(const Constants *c, PyObject *t)
 {
     Py_ssize_t row = c->places ? *constant_place(c, t) : 0;
-    Constant *found = row ? &c->rows[row - 1] : NULL;
-    return found && found->value && (found->version < 0 || found->version == version_of(t)) ? found : NULL;
+    Constant *found = row && c->rows[row - 1].value ? &c->rows[row - 1] : NULL;
+    int64_t number;
+    if (found && found->is_read)
+        return number_of(t, &number) && number == found->number ? found : NULL;
+    return found && (found->version < 0 || found->version == version_of(t)) ? found : NULL;
 }
 
 /* get(tensor): its value, None where it was not met or was written to since. */
@@ -264,14 +299,38 @@ static PyObject *constants_exchange(PyObject *self, PyObject *args)
     return Py_BuildValue("(On)", met->value, met->place);
 }
 
-/* written(): the type of the first that was written to since it was met, before a phase has read it; None if none was. */
-static PyObject *constants_written(PyObject *self, PyObject *Py_UNUSED(none))
+/* written(but_integers): the type of the first that was written to since it was met, before a phase has read it; None if
+   none was. but_integers: what integers held when they were met is known. */
+static PyObject *constants_written(PyObject *self, PyObject *but_integers)
 {
     Constants *c = (Constants *)self;
-    for (Py_ssize_t i = c->checked; i < c->n; i++)
-        if (c->rows[i].version >= 0 && c->rows[i].version != version_of(c->rows[i].tensor))
-            return PyLong_FromLongLong(c->rows[i].type);
+    for (Py_ssize_t i = c->checked; i < c->n; i++) {
+        const Constant *met = &c->rows[i];
+        if (met->version >= 0 && !(met->is_read && but_integers == Py_True) && met->version != version_of(met->tensor))
+            return PyLong_FromLongLong(met->type);
+    }
     Py_RETURN_NONE;
+}
+
+/* integers(type): what those of a type held that no phase has read yet, int64 as a bytearray; None where that is not
+   known of one. */
+static PyObject *constants_integers(PyObject *self, PyObject *type)
+{
+    Constants *c = (Constants *)self;
+    int64_t wanted = PyLong_AsLongLong(type), n = 0;
+    PyObject *numbers = PyErr_Occurred() ? NULL : PyByteArray_FromStringAndSize(NULL, (c->n - c->checked) * 8);
+    for (Py_ssize_t i = c->checked; numbers && i < c->n; i++) {
+        if (c->rows[i].type != wanted)
+            continue;
+        if (!c->rows[i].is_read) {
+            Py_SETREF(numbers, Py_NewRef(Py_None));
+            return numbers;
+        }
+        memcpy(PyByteArray_AS_STRING(numbers) + 8 * n++, &c->rows[i].number, 8);
+    }
+    if (numbers && PyByteArray_Resize(numbers, 8 * n) < 0)
+        Py_CLEAR(numbers);
+    return numbers;
 }
 
 /* read(): a phase has read them. */
@@ -306,7 +365,8 @@ static PyMethodDef constants_methods[] = {
     {"get", constants_get, METH_O, "The value of a tensor as it is now, or None."},
     {"put", constants_add, METH_VARARGS, "put(tensor, value, place)"},
     {"exchange", constants_exchange, METH_VARARGS, "exchange(tensor, other): what was met was the other; its value and place."},
-    {"written", constants_written, METH_NOARGS, "The type of the first that was written to before it was read."},
+    {"written", constants_written, METH_O, "The type of the first that was written to before it was read."},
+    {"integers", constants_integers, METH_O, "What those of a type held, where they are integers."},
     {"read", constants_read, METH_NOARGS, "A phase has read all."},
     {"let_go", constants_let_go, METH_NOARGS, "Refer to no value any more."},
     {NULL}};
@@ -342,9 +402,11 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
     PyObject *owners = SLOT(KNOWN(recorder), at.owners), *v = NULL;
     Kind kind;
     Described described;
-    int64_t count = -1;
-    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || (count = version_of(t)) < 0 ||
-        !kind_from(t, &kind, &described))
+    int64_t count = -1, number = 0;
+    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || !kind_from(t, &kind, &described))
+        return NULL;
+    int is_read = integer_in(&described, &number);
+    if (!is_read && (count = version_of(t)) < 0)
         return NULL;
     PyObject *entry = entry_like(recorder, &kind);
     PyObject *sid = entry ? PyLong_FromLongLong(WHOLE(entry, at.sid)) : NULL;
@@ -359,9 +421,13 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         WHOLE(v, at.flags) = CONSTANT | (requires == Py_True ? REQUIRES_GRAD : 0);
         Py_XDECREF(requires);
         Py_DECREF(v); /* the constants have it */
-        if (PyList_Append(payload, t) < 0 || constants_put((Constants *)SLOT(recorder, at.constants), t, v, count,
-                                                          PyList_GET_SIZE(payload) - 1) < 0)
+        Constants *c = (Constants *)SLOT(recorder, at.constants);
+        if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, PyList_GET_SIZE(payload) - 1) < 0)
             v = NULL;
+        else {
+            c->rows[c->n - 1].number = number;
+            c->rows[c->n - 1].is_read = is_read;
+        }
     }
     return v;
 }

@@ -21,7 +21,7 @@ typedef struct {
     uint64_t byte_offset;
 } Described;
 
-enum { DLPACK_CPU = 1, DLPACK_INT = 0, DLPACK_FLOAT = 2, DLPACK_BOOL = 6 };
+enum { DLPACK_CPU = 1, DLPACK_INT = 0, DLPACK_UINT = 1, DLPACK_FLOAT = 2, DLPACK_BOOL = 6 };
 
 /* Memory that a tensor is made of, which calls `release` in the end. */
 typedef struct Managed {

@@ -10,36 +10,20 @@ static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
     return attribute->get(t, attribute->closure);
 }
 
-/* Read one number of `size` bytes; 0 where that can't be done. */
-static int read_integer(PyObject *t, char *out, Py_ssize_t size)
-{
-    Described described;
-    if (!exchange || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
-        return 0;
-    if (exchange->describe(t, &described) < 0) {
-        PyErr_Clear();
-        return 0;
-    }
-    if (described.device.type != DLPACK_CPU || described.ndim || described.dtype.bits != 8 * size || !described.data)
-        return 0;
-    memcpy(out, (const char *)described.data + described.byte_offset, size);
-    return 1;
-}
-
-/* read_integers(tensors, numbers): the number of each of a list of tensors of one type. False, with the array half
-   written, where one is no plain tensor on the CPU. */
+/* read_integers(tensors, numbers): what each of a list of tensors holds, int64. False, with the array half written, where
+   one is no integer without dimensions, plain and on the CPU. */
 static PyObject *read_integers(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tensors;
     Py_buffer numbers;
     if (!PyArg_ParseTuple(args, "O!w*", &PyList_Type, &tensors, &numbers))
         return NULL;
-    Py_ssize_t n = PyList_GET_SIZE(tensors), size = n ? numbers.len / n : 0;
-    int good = numbers.len == n * size;
+    Py_ssize_t n = PyList_GET_SIZE(tensors);
+    int good = numbers.len == 8 * n;
     if (!good)
-        PyErr_SetString(PyExc_ValueError, "an item a tensor");
+        PyErr_SetString(PyExc_ValueError, "an int64 a tensor");
     for (Py_ssize_t i = 0; good && i < n && i < PyList_GET_SIZE(tensors); i++)
-        good = read_integer(PyList_GET_ITEM(tensors, i), (char *)numbers.buf + i * size, size);
+        good = number_of(PyList_GET_ITEM(tensors, i), (int64_t *)numbers.buf + i);
     PyBuffer_Release(&numbers);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(good);
 }

@@ -20,28 +20,23 @@ from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.state import _fast
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
-_INTEGERS: dict[torch.dtype, Any] = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8,
-    torch.bool: np.bool_,
-}  # fmt: skip
+INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 
 
 def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray | None:
-    """The numbers of tensors of one integer type (or bool) and no dimensions, 0.1 us each, without a launch.
+    """The numbers of tensors of one integer type (or bool) and no dimensions, int64, 0.1 us each, without a launch.
 
     None where that can't be done: other types, another device, subclasses of Tensor.
     """
-    if dtype not in _INTEGERS or inside_functorch():
+    if dtype not in INTEGERS or inside_functorch():
         return None
-    numbers = np.empty(len(tensors), _INTEGERS[dtype])
     if _fast is not None:
+        numbers = np.empty(len(tensors), np.int64)
         return numbers if _fast.read_integers(tensors, numbers) else None
     if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
         return None
-    if tensors:
-        numbers[:] = torch.stack(tensors).numpy()
-    return numbers
+    return torch.stack(tensors).numpy().astype(np.int64) if tensors else np.empty(0, np.int64)
 
 
 def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
@@ -58,7 +53,7 @@ def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
 class IntegerColumn(Sequence[torch.Tensor]):
     """Tensors with their numbers. Those of a choice are looked up when somebody asks for them."""
 
-    __slots__ = ("_chosen", "_parts", "_rows", "_tensors", "_versions", "numbers")
+    __slots__ = ("_chosen", "_older", "_parts", "_rows", "_tensors", "_versions", "numbers")
 
     def __init__(self, numbers: np.ndarray, tensors: list[torch.Tensor] | None) -> None:
         self.numbers = numbers  # int64
@@ -67,6 +62,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
         self._rows: Sequence[tuple[torch.Tensor, np.ndarray]] = ()  # of which it is rows, until then
         self._chosen: np.ndarray | None = None  # which of the tensors, None: all
         self._versions: Sequence[int] | None = None  # of the tensors when they were read
+        self._older = False  # whether the tensors may have been written to since
 
     @staticmethod
     def of(tensors: list[torch.Tensor], dtype: torch.dtype, *, watched: bool = True) -> IntegerColumn | None:
@@ -78,8 +74,15 @@ class IntegerColumn(Sequence[torch.Tensor]):
         numbers = read_integers(tensors, dtype)
         if numbers is None or (watched and versions is None):
             return None
-        column = IntegerColumn(numbers.astype(np.int64, copy=False), tensors)
+        column = IntegerColumn(numbers, tensors)
         column._versions = versions
+        return column
+
+    @staticmethod
+    def met(tensors: list[torch.Tensor], numbers: np.ndarray) -> IntegerColumn:
+        """The column of plain tensors that held these numbers when they were met."""
+        column = IntegerColumn(numbers, tensors)
+        column._older = True
         return column
 
     @staticmethod
@@ -103,7 +106,13 @@ class IntegerColumn(Sequence[torch.Tensor]):
         column = IntegerColumn(self.numbers[indices], self._tensors)
         column._parts, column._rows = self._parts, self._rows
         column._chosen = indices if self._chosen is None else self._chosen[indices]
+        column._older = self._older
         return column
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it says if one was written to."""
+        return self._versions is not None or any(p.is_watched for p in self._parts)
 
     def written_to(self) -> bool:
         """Whether one of the tensors was written to since its number was read."""
@@ -115,15 +124,20 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors themselves."""
-        tensors_of_parts = self._tensors
-        if tensors_of_parts is None:
+        """The tensors themselves; others with these numbers, where some were written to since."""
+        tensors = self._tensors
+        if tensors is None:
             rows = [t[i] for t, numbers in self._rows for i in numbers.tolist()]
-            tensors_of_parts = list(itertools.chain(rows, *(p.tensors for p in self._parts)))
-        if self._chosen is None:
-            self._tensors = tensors_of_parts
-            return tensors_of_parts
-        return [tensors_of_parts[i] for i in self._chosen.tolist()]
+            tensors = list(itertools.chain(rows, *(p.tensors for p in self._parts)))
+        chosen = tensors if self._chosen is None else [tensors[i] for i in self._chosen.tolist()]
+        if self._older and chosen:
+            now = read_integers(chosen, chosen[0].dtype)
+            if now is None or not np.array_equal(now, self.numbers):
+                chosen = list(torch.tensor(self.numbers, dtype=chosen[0].dtype).unbind(0))
+            self._tensors, self._chosen, self._older = chosen, None, False
+        elif self._chosen is None:
+            self._tensors = tensors
+        return chosen
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -136,15 +150,16 @@ class IntegerColumn(Sequence[torch.Tensor]):
     @overload
     def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
     def __getitem__(self, index: Any) -> object:
-        if self._chosen is not None and self._tensors is not None and type(index) is not slice:
-            return self._tensors[self._chosen[index]]
-        return self.tensors[index]
+        if type(index) is slice or self._tensors is None or self._older:
+            return self.tensors[index]
+        return self._tensors[index if self._chosen is None else self._chosen[index]]
 
 
 def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:
     """The payload of a constant of type t as a column; None where its numbers can't be read."""
     if isinstance(payload, IntegerColumn):
-        return payload
-    if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in _INTEGERS:
+        is_watched = not watched or payload.is_watched
+        return payload if is_watched else IntegerColumn.of(payload.tensors, t.dtype)
+    if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in INTEGERS:
         return None
     return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)

@@ -26,6 +26,7 @@ from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Temp
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
 from fxbatch.trace.bare_parameters import Heard
+from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
 from fxbatch.trace.module_state import ModulesMet, Owners
 from fxbatch.trace.operations import BodyRun
@@ -595,8 +596,8 @@ class RecordedCalls(Columns):
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""
-        self._check()
         table, self.settled = self.table, None
+        constants = self._payload_as_read() if self.payload else {}
         sig, inputs = self._columns()
         if self.lifted:
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
@@ -609,7 +610,7 @@ class RecordedCalls(Columns):
             inputs=inputs,
             instance=self._instances(len(sig)),
             outputs=np.array(outputs, dtype=np.int64),
-            constants=self.payload,
+            constants=constants,
             known=self.phases.known,
             early_types=functools.partial(self.phases.types, self.phases.known),
             instances=self.instances,
@@ -667,13 +668,24 @@ class RecordedCalls(Columns):
         self.phases.constants.clear()
         return program
 
-    def _check(self) -> None:
-        written = self.constants.written()
+    def _payload_as_read(self) -> dict[int, Any]:
+        """The constants of the pending calls: integers without dimensions as they were when they were met. Others must
+        be so still."""
+        columns, are_known = dict(self.payload), True
+        for sid in self.payload.keys() & self.table.integers.keys():
+            tensors = self.payload[sid]
+            held = self.constants.integers(self.table.integers[sid]) if type(tensors) is list else None
+            if held is not None and len(held) == 8 * len(tensors):
+                columns[sid] = IntegerColumn.met(tensors, np.frombuffer(held, dtype=np.int64))
+            else:
+                are_known = False
+        written = self.constants.written(are_known)
         if written is not None:
             raise InPlaceError(
                 f"a tensor {self.table.types[written]} was written to after an operation had used it, before the "
                 "operation ran: clone() it before the write"
             )
+        return columns
 
     def _refuse_written_operands(self, sig: np.ndarray) -> None:
         """A parameter or buffer that pending calls read must be as it was when the instances began."""

@@ -45,6 +45,7 @@ from fxbatch.ir import (
 )
 from fxbatch.signature import OperationKind
 from fxbatch.torch_private import DisableTorchFunctionSubclass
+from fxbatch.trace.constants import INTEGERS
 from fxbatch.trace.operations import BodyRun
 
 _BY_VALUE = (
@@ -227,6 +228,9 @@ class SignatureTable:
         self.types: list[TensorSpec] = []  # in the order of Program.types
         self.sizes: list[torch.Size] = []  # shape of each type
         self.type_ids: dict[TensorSpec, int] = {}
+        self.integers: dict[
+            int, int
+        ] = {}  # types of constants that are integers without dimensions, by signature
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
@@ -314,7 +318,10 @@ class SignatureTable:
 
     def constant(self, t: TensorSpec, *, grad: bool = True) -> Entry:
         """The signature of constants of type t. grad: whether any may require gradients."""
-        return self._given(("constant", t) if grad else ("constant", t, grad), "constant", lambda: t)
+        entry = self._given(("constant", t) if grad else ("constant", t, grad), "constant", lambda: t)
+        if not t.shape and t.dtype in INTEGERS:
+            self.integers[entry.sid] = entry.types[0]
+        return entry
 
     def number(self, dtype: torch.dtype, device: torch.device) -> Entry:
         """The signature of lifted Python numbers of a dtype: shape []."""

@@ -584,7 +584,10 @@ class MetTensors:
         self._last[id(other)] = place
         return v, self._places[place]
 
-    def written(self) -> int | None:
+    def integers(self, _: int) -> None:
+        """What those of a type held when they were met: not known."""
+
+    def written(self, _: bool) -> int | None:
         """The type of the first that was written to before it was read."""
         rows = self._rows[self._read :]
         return next((kind for t, _, seen, kind in rows if seen is not None and t._version != seen), None)
