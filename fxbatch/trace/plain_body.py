@@ -608,7 +608,7 @@ class Walk:
             if side and isinstance(side[-1], (ast.Return, ast.Raise)):
                 return  # what follows never runs
 
-    def _mode(self, test: Any, scope: Scope) -> bool | None:
+    def _mode(self, test: ast.expr, scope: Scope) -> bool | None:
         """What `self.training` or `not self.training` is now, of a module of its own; None of another condition."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             mode = self._mode(test.operand, scope)
@@ -617,13 +617,14 @@ class Walk:
             return None
         things = self.eval(test.value, scope)
         thing = next(iter(things)) if len(things) == 1 else COMPUTED
-        m: Any = thing.object
-        if id(m) not in self.tree or found_in(type(m), MODE)[0] is not None or MODE not in m.__dict__:
+        m = thing.object
+        if not isinstance(m, torch.nn.Module) or id(m) not in self.tree or MODE not in m.__dict__:
             return None
-        mode = bool(m.training)
+        if found_in(type(m), MODE)[0] is not None:
+            return None
         self.names.add(MODE)
         self._item(IN_DICT, m.__dict__, MODE, m.training, f"{thing.path}.{MODE}", own=True)
-        return mode
+        return bool(m.training)
 
     def _statement(self, s: Any, scope: Scope) -> None:
         match s:
