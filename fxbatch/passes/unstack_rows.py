@@ -64,8 +64,9 @@ def row_read(signature: Signature) -> int:
     first, *rest = signature.arguments.leaves or (None,)
     if type(first) is not Slot:
         return NO_ROW
-    if target is GETITEM:
-        return rest[0] if len(rest) == 1 and type(rest[0]) is int else NO_ROW
+    if target is GETITEM:  # x[[3]] has the same leaves, and as many dimensions as x
+        is_row = len(rest) == 1 and len(signature.outputs[0].shape) < len(signature.inputs[0].shape)
+        return rest[0] if is_row and type(rest[0]) is int else NO_ROW
     whole = target in (torch.unbind, torch.Tensor.unbind) and rest in ([], [0])
     return ALL if whole else NO_ROW
 

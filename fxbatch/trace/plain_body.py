@@ -15,7 +15,7 @@ of a tensor, fake tensors can answer: shape, type, device.
 The code is walked as torch.jit.script walks it: the syntax tree, with the real objects that names stand for. A variable
 stands for a set of such objects, or for DATA, which is everything computed; a container of the body's own for what is
 in it. Data is called by the methods of tensors, strings and containers alone, so that what it is need not be known.
-Both sides of a branch are walked: numbers never decide what is found.
+Both sides of a branch are walked, numbers never decide what is found; but of `if self.training`, the side that runs.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ from fxbatch.trace.things import (
     Thing,
     Things,
 )
+
+MODE = "training"  # the attribute of modules that decides which side of a branch is walked
 
 # Statements and expressions of which all is said when their parts are evaluated.
 _OF_PARTS = (
@@ -255,7 +257,7 @@ class Walk:
             assert cls is not None
             return self._member(cls, name, member, owner_thing, path)
         state = m.__dict__
-        if name == "training":
+        if name == MODE:
             return DATA
         if name in state:
             value = state[name]
@@ -597,7 +599,32 @@ class Walk:
         for s in statements:
             name = scope.globals.get("__name__", "")
             self._line = f"{os.path.basename(str(scope.globals.get('__file__', name)))}:{s.lineno}"
-            self._statement(s, scope)
+            mode = self._mode(s.test, scope) if isinstance(s, ast.If) else None
+            if mode is None:
+                self._statement(s, scope)
+                continue
+            side = s.body if mode else s.orelse
+            self._statements(side, scope)
+            if side and isinstance(side[-1], (ast.Return, ast.Raise)):
+                return  # what follows never runs
+
+    def _mode(self, test: ast.expr, scope: Scope) -> bool | None:
+        """What `self.training` or `not self.training` is now, of a module of its own; None of another condition."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            mode = self._mode(test.operand, scope)
+            return None if mode is None else not mode
+        if not isinstance(test, ast.Attribute) or test.attr != MODE:
+            return None
+        things = self.eval(test.value, scope)
+        thing = next(iter(things)) if len(things) == 1 else COMPUTED
+        m = thing.object
+        if not isinstance(m, torch.nn.Module) or id(m) not in self.tree or MODE not in m.__dict__:
+            return None
+        if found_in(type(m), MODE)[0] is not None:
+            return None
+        self.names.add(MODE)
+        self._item(IN_DICT, m.__dict__, MODE, m.training, f"{thing.path}.{MODE}", own=True)
+        return bool(m.training)
 
     def _statement(self, s: Any, scope: Scope) -> None:
         match s:
@@ -617,7 +644,8 @@ class Walk:
                 self._assign(s.target, value, scope)
             case ast.For():
                 self._assign(s.target, self._items(self.eval(s.iter, scope)), scope)
-                self._statements((*s.body, *s.orelse), scope)
+                self._statements(s.body, scope)
+                self._statements(s.orelse, scope)
             case ast.With():
                 for item in s.items:
                     value = self.eval(item.context_expr, scope)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fxbatch.trace.places import Item, put
-from fxbatch.trace.plain_body import Walk
+from fxbatch.trace.plain_body import MODE, Walk
 from fxbatch.trace.plain_objects import CONSTANTS
 from fxbatch.trace.source import digest
 from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
@@ -97,7 +97,7 @@ class Reads:
     def again(self) -> Reads:
         """A new look at the body, as things are now."""
         changed = [x for x in self.items if not x.holds()]
-        if changed and all(_is_number(x.value) and _is_number(x.now()) for x in changed):
+        if changed and all(x.name != MODE and _is_number(x.value) and _is_number(x.now()) for x in changed):
             return self._with_numbers()
         return Reads(self.roots)
 

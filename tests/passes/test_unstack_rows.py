@@ -66,6 +66,10 @@ def as_results(self: Any, xs: Any) -> Any:
     return h[0] + 0, h[1] * 1
 
 
+def by_a_list(self: Any, xs: Any) -> Any:
+    return torch.stack([torch.tanh(self.l(x)) for x in xs])[[1]]
+
+
 class Model(nn.Module):
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -77,7 +81,7 @@ class Model(nn.Module):
         return self.code(self, xs)
 
 
-@pytest.mark.parametrize("forward", [first_and_last, of_rows, without_gradients, as_results])
+@pytest.mark.parametrize("forward", [first_and_last, of_rows, without_gradients, as_results, by_a_list])
 def test_models_equal_the_loop(forward: Callable[..., Any]) -> None:
     check_equal(Model(forward), list(torch.randn(5, 3, 4)))
 
@@ -174,6 +178,10 @@ def normalised(self: Any, xs: Any) -> Any:
     return self.l(e[0]) + e[1]
 
 
+def rows_by_a_list(self: Any, xs: Any) -> Any:
+    return self.embed(torch.tensor(xs.tolist()))[[1]] * torch.arange(2.0)[:, None]
+
+
 APART = [also_whole, a_result, across_rows, slices, rows_without_gradients, random_rows, normalised]
 
 
@@ -201,7 +209,7 @@ def sentences(seed: int, fewest: int = 3) -> list[torch.Tensor]:
     return [torch.randint(9, (n,), generator=draw) for n in (fewest, 5, 4, 7, fewest + 1, 6)]
 
 
-@pytest.mark.parametrize("forward", [*FORMS, *APART])
+@pytest.mark.parametrize("forward", [*FORMS, *APART, rows_by_a_list])
 def test_rows_of_words_equal_the_loop(forward: Callable[..., Any]) -> None:
     model = ListOfWords(forward)
     for seed in range(3):  # packed from the second on

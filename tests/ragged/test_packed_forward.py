@@ -285,6 +285,26 @@ def test_dropout_is_drawn_anew() -> None:
     assert torch.equal(model(batch), model(batch))
 
 
+def test_only_the_side_of_the_mode_that_runs_is_looked_at() -> None:
+    class Decodes(Mean):
+        @fxbatch.autobatch
+        def forward(self, words: torch.Tensor) -> Any:
+            scores = self.out(self.embed(words).mean(0))
+            if self.training:
+                return nn.functional.cross_entropy(scores, words[0] % 3)
+            return int(scores.numpy().argmax())
+
+    model = Decodes()
+    for number in range(4):
+        batch = words(3, 5 + number, 2)
+        check_equal(model.train(), batch)
+        assert not packed_of(model).reason
+        with torch.no_grad():
+            check_equal(model.eval(), batch, gradients=False)
+        assert "numpy" in packed_of(model).reason
+    assert len(variants_of(model)) == 1
+
+
 def test_two_arguments_of_own_sizes() -> None:
     class Pair(Mean):
         @fxbatch.autobatch

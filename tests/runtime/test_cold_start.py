@@ -42,6 +42,11 @@ def loss(x):
 batched = fxbatch.autobatch(adaptive=False)(loss)
 batched([torch.randn(3) for _ in range(2)]).sum().backward()
 assert not {"networkx", "rich", "torch._inductor.graph"} & set(sys.modules), "by building operations"
+
+packed = fxbatch.autobatch(adaptive=False)(lambda rows: torch.tanh(model.linear(rows)).sum(0))
+packed([torch.randn(n, 3) for n in range(2, 9)]).sum().backward()
+not_needed = {"networkx", "torch.export._trace", "torch._inductor.codecache", "torch._functorch.partitioners"}
+assert "sympy" in sys.modules and not not_needed & set(sys.modules), "by tracing with symbols for sizes"
 print("fine")
 """
 

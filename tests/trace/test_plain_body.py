@@ -611,6 +611,37 @@ def test_plain_bodies(body: Any) -> None:
     assert not reason(body, layers=layers, scale=2.0)
 
 
+def one_side_plain(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in self.layers:
+        if not self.training:
+            return layer(x) * float(x.sum().detach().numpy())
+        x = layer(x)
+    else:
+        x = x * SCALE
+    if self.training:
+        return x.sum()
+    print(x)
+    return x
+
+
+def test_of_a_branch_on_the_mode_the_side_that_runs_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sub = Sub(one_side_plain, layers=nn.ModuleList([nn.Linear(2, 2)]))
+    reads = Reads.of_module(sub)
+    assert not reads.opaque
+    assert "SCALE: 2.0" in reads.lines()
+    assert "numpy" in Reads.of_module(sub.eval()).opaque
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert "numpy" in reads.again().opaque, "a number and the mode have changed"
+
+
+def test_a_mode_that_changes_is_seen() -> None:
+    model = Model(Sub(one_side_plain, layers=nn.ModuleList([nn.Linear(2, 2) for _ in range(2)])))
+    for mode in (True, False, True, False):
+        check(model.train(mode))
+    model.sub.train()  # alone
+    check(model)
+
+
 NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "stores to an attribute": (lambda self, x: setattr(self, "n", 1) or x, "calls setattr()"),
     "identity": (lambda self, x: x if x is self.weight else x * 2, "one object"),
