@@ -44,8 +44,9 @@ SAMPLE = 8000
 RELEARNED = 4  # times as many calls as runs were learned from: they are looked for anew
 EVER_NEW = 8  # times that runs were looked for, from which on they are more rarely
 MOST_BLOCKS = 512  # the longest, of all that were learned
-# The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py).
-LEAST_SHARE = 0.125
+# The share of the calls that must go: runs are looked for in each minibatch (benchmarks/rewrite_gains.py). In few calls
+# that pays less: a Tree-LSTM of submodules at batch 1, of which a fifth went, took 1.11 of the time.
+LEAST_SHARE, LEAST_OF_FEW, FEW = 0.125, 0.25, 1000
 
 
 class Stream:
@@ -253,7 +254,8 @@ def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
             match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
     cut = [m for m in matches if m.block.groups]
     gone = sum(len(m.calls) * (len(m.block.signatures) - len(m.block.groups)) for m in cut)
-    return [m.block for m in cut] if gone >= LEAST_SHARE * len(stream.calls) else []
+    calls = len(stream.calls)
+    return [m.block for m in cut] if gone >= calls * (LEAST_SHARE if calls > FEW else LEAST_OF_FEW) else []
 
 
 def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarray], list[np.ndarray]]:

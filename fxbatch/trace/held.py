@@ -38,13 +38,18 @@ class Held:
     @staticmethod
     def of(recorder: RecordedCalls) -> Held:
         """Those of a recording that has ended which somebody besides it refers to."""
-        with tracing(recorder):
-            for v in recorder.values.stale():
-                refresh(v)
+        stale = recorder.values.stale()
+        if stale:
+            with tracing(recorder):
+                for v in stale:
+                    refresh(v)
         return Held(recorder, recorder.let_go(), recorder.take_written())
 
     def besides(self, results: np.ndarray) -> np.ndarray:
         """Ids of what is held and no result, each once; results: the ids of those."""
+        if len(self._facts) == len(results):  # these alone: each has a value of its own
+            self._besides = self._facts[:0]
+            return results[:0]
         among = np.zeros(max(self._facts[:, 0].max(initial=0), results.max(initial=0)) + 1, dtype=bool)
         among[results] = True
         self._besides = self._facts[~among[self._facts[:, 0]]]

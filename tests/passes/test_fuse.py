@@ -66,12 +66,15 @@ def test_what_does_not_wait_for_the_recurrence_stays_outside_it() -> None:
     assert len(batch_by_lookahead(fused)) == 2 + 1 + 9 + 1  # constants, words, cells, tags
 
 
-def test_where_few_calls_would_go_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pass runs for each minibatch: an eighth of the calls must go."""
+@pytest.mark.parametrize("few", [0, 1000])
+def test_where_few_calls_would_go_nothing_is_looked_for(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass runs for each minibatch: an eighth of the calls must go, a quarter of few calls."""
     program = Functions().tagger([3, 9, 5, 7, 2, 8])
     left = len(Fuser()(program)) / len(program)
+    monkeypatch.setattr(find_blocks, "FEW", few)
     for share, pays in ((0.9 * (1 - left), True), (1.0, False)):
-        monkeypatch.setattr(find_blocks, "LEAST_SHARE", share)
+        monkeypatch.setattr(find_blocks, "LEAST_OF_FEW" if few else "LEAST_SHARE", share)
+        monkeypatch.setattr(find_blocks, "LEAST_SHARE" if few else "LEAST_OF_FEW", 1.0 - share)
         fuser = Fuser()
         assert (fuser(program) is not program) is pays
         assert bool(fuser.blocks) is pays
