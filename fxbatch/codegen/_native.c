@@ -344,7 +344,7 @@ static PyObject *native_run_all(PyObject *module, PyObject *args)
 /* --- Where tensors are: Python's methods, asked from here ------------------------------------------------ */
 
 static PyObject *plain_tensors; /* classes whose numbers are in memory as they are */
-enum { UNTYPED_STORAGE, DATA_PTR, NBYTES, IS_CPU, IS_NEG, IS_CONJ, IS_CONTIGUOUS, NAMES };
+enum { UNTYPED_STORAGE, DATA_PTR, NBYTES, IS_CPU, IS_NEG, IS_CONJ, NAMES };
 static PyObject *names[NAMES];
 
 static int64_t asked(PyObject *object, int method) /* -1 with an exception */
@@ -374,80 +374,27 @@ static int64_t place_in_memory(PyObject *tensor, int64_t size)
     return PyErr_Occurred() ? -1 : start + size <= end ? start : 0;
 }
 
-/* The same where C may look at a tensor at all (codegen/native.py says where); nothing of it is somewhere: `found`. */
-static int64_t place_of(PyObject *tensor, int64_t size, int *found)
-{
-    *found = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_tensors); i++)
-        *found |= (PyObject *)Py_TYPE(tensor) == PyTuple_GET_ITEM(plain_tensors, i);
-    if (!*found)
-        return 0;
-    PyObject *cpu = PyObject_GetAttr(tensor, names[IS_CPU]);
-    *found = cpu == Py_True;
-    Py_XDECREF(cpu);
-    for (int k = IS_NEG; k <= IS_CONJ && *found; k++)
-        *found = asked(tensor, k) == 0;
-    int64_t start = *found && size ? place_in_memory(tensor, size) : 0;
-    *found = *found && (!size || start);
-    return start;
-}
-
-/* address(tensor, size): codegen/native.py says what it is. */
+/* address(tensor, size): codegen/native.py says what it is, and where C may look at a tensor at all. */
 static PyObject *native_address(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    int found;
     int64_t size = count == 2 ? PyLong_AsLongLong(args[1]) : -1;
     if (size < 0 || !plain_tensors)
         return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "address(tensor, size)");
-    int64_t start = place_of(args[0], size, &found);
+    PyObject *cpu = NULL;
+    int plain = 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(plain_tensors); i++)
+        plain |= (PyObject *)Py_TYPE(args[0]) == PyTuple_GET_ITEM(plain_tensors, i);
+    plain = plain && (cpu = PyObject_GetAttr(args[0], names[IS_CPU])) == Py_True;
+    Py_XDECREF(cpu);
+    for (int k = IS_NEG; k <= IS_CONJ && plain; k++)
+        plain = asked(args[0], k) == 0;
+    int64_t start = plain && size ? place_in_memory(args[0], size) : 0;
     if (PyErr_Occurred())
         return NULL;
-    if (!found)
+    if (!plain || (size && !start))
         Py_RETURN_NONE;
     return PyLong_FromUnsignedLongLong((unsigned long long)start);
-}
-
-/* put_places(rows, width, at, tensors, sizes) -> bool: where tensors are, and their sizes, as the first two numbers of the
-   rows int64 [.., width] from row `at` on; False where C must not look at one. sizes None: contiguous tensors, whole. */
-static PyObject *native_put_places(PyObject *module, PyObject *args)
-{
-    PyObject *rows, *tensors, *sizes;
-    Py_ssize_t width, at;
-    Py_buffer view;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "OnnOO", &rows, &width, &at, &tensors, &sizes))
-        return NULL;
-    PyObject *items = PySequence_Fast(tensors, "tensors");
-    if (!items || PyObject_GetBuffer(rows, &view, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) < 0) {
-        Py_XDECREF(items);
-        return NULL;
-    }
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(items);
-    int found = 1;
-    if (!plain_tensors || view.itemsize != 8 || width < 2 || at < 0 || (at + count) * width * 8 > view.len ||
-        (sizes != Py_None && (!PyTuple_Check(sizes) || PyTuple_GET_SIZE(sizes) != count)))
-        PyErr_SetString(PyExc_ValueError, "rows and tensors don't belong together");
-    for (Py_ssize_t i = 0; i < count && found && !PyErr_Occurred(); i++) {
-        PyObject *tensor = PySequence_Fast_GET_ITEM(items, i), *given = NULL, *whole = NULL;
-        if (sizes == Py_None) {
-            given = PyObject_GetAttr(tensor, names[NBYTES]);
-            whole = given ? PyObject_CallMethodNoArgs(tensor, names[IS_CONTIGUOUS]) : NULL;
-        } else
-            given = Py_NewRef(PyTuple_GET_ITEM(sizes, i));
-        int64_t size = given ? PyLong_AsLongLong(given) : -1, start = 0;
-        found = !PyErr_Occurred() && (sizes != Py_None || whole == Py_True) && size >= 0;
-        if (found)
-            start = place_of(tensor, size, &found);
-        Py_XDECREF(given);
-        Py_XDECREF(whole);
-        int64_t *row = (int64_t *)view.buf + (at + i) * width;
-        row[0] = start;
-        row[1] = size;
-    }
-    PyBuffer_Release(&view);
-    Py_DECREF(items);
-    return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
 }
 
 static PyObject *native_set_plain(PyObject *module, PyObject *classes)
@@ -537,7 +484,6 @@ static PyMethodDef methods[] = {
     {"products", native_products, METH_NOARGS, "products() -> (whether BLAS is there, the level of our loops)."},
     {"product", native_product, METH_VARARGS, "product(a, b, out, rows, width, depth, layout, library, repeats)."},
     {"address", (PyCFunction)(void (*)(void))native_address, METH_FASTCALL, "address(tensor, size): where it is, or None."},
-    {"put_places", native_put_places, METH_VARARGS, "put_places(rows, width, at, tensors, sizes): pointers and bytes."},
     {"set_plain", native_set_plain, METH_O, "set_plain(classes of tensors whose numbers are in memory as they are)."},
     {"set_exchange", native_set_exchange, METH_O, "set_exchange(capsule of DLPack's interface): whether torch can be called."},
     {"set_products", native_set_products, METH_O, "set_products(address of sgemm_, 0: none)."},
@@ -547,7 +493,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    static const char *const texts[] = {"untyped_storage", "data_ptr", "nbytes", "is_cpu", "is_neg", "is_conj", "is_contiguous"};
+    static const char *const texts[] = {"untyped_storage", "data_ptr", "nbytes", "is_cpu", "is_neg", "is_conj"};
     for (int k = 0; k < NAMES; k++)
         if (!(names[k] = PyUnicode_InternFromString(texts[k])))
             return NULL;

@@ -254,8 +254,8 @@ def learn_blocks(program: Program, stream: Stream) -> list[CallBlock]:
             match.block.groups = _cut(match, recurrent_in[number], recurrent_out[number])
     cut = [m for m in matches if m.block.groups]
     gone = sum(len(m.calls) * (len(m.block.signatures) - len(m.block.groups)) for m in cut)
-    calls = len(stream.calls)
-    return [m.block for m in cut] if gone >= calls * (LEAST_SHARE if calls > FEW else LEAST_OF_FEW) else []
+    share = LEAST_SHARE if len(stream.calls) > FEW else LEAST_OF_FEW
+    return [m.block for m in cut] if gone >= share * len(stream.calls) else []
 
 
 def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarray], list[np.ndarray]]:

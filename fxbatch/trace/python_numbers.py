@@ -43,33 +43,6 @@ def leaky_relu_at(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
     return torch.where(x > 0, x, x * slope)
 
 
-def elu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """`F.elu(x, alpha)` for a scale that is a tensor."""
-    return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x)))
-
-
-def celu_at(x: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """`F.celu(x, alpha)` for a scale that is a tensor."""
-    return torch.where(x > 0, x, alpha * torch.expm1(torch.where(x > 0, 0, x) / alpha))
-
-
-def softplus_at(x: torch.Tensor, beta: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """`F.softplus(x, beta, threshold)` for numbers that are tensors."""
-    scaled = x * beta
-    linear = scaled > threshold
-    return torch.where(linear, x, torch.log1p(torch.exp(torch.where(linear, 0, scaled))) / beta)
-
-
-def hardtanh_at(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """`F.hardtanh(x, low, high)` for bounds that are tensors; unlike that of `clamp`, its gradient at them is 0."""
-    return torch.where(x <= low, low, torch.where(x >= high, high, x))
-
-
-def threshold_at(x: torch.Tensor, threshold: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`F.threshold(x, threshold, value)` for numbers that are tensors."""
-    return torch.where(x <= threshold, value, x)
-
-
 def add_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """`torch.add(x, y, alpha=alpha)` for a factor that is a tensor."""
     return x + alpha * y
@@ -80,11 +53,6 @@ def sub_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tenso
     return x - alpha * y
 
 
-def addcmul_at(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`torch.addcmul(x, y, z, value=value)` for a factor that is a tensor."""
-    return x + value * y * z
-
-
 # With the arguments of each function as torch has them; None where it has no such form.
 _FORMS: dict[object, Callable[..., LiftedForm | None]] = {
     F.dropout: lambda input, p=0.5, training=True, inplace=False: (
@@ -93,20 +61,10 @@ _FORMS: dict[object, Callable[..., LiftedForm | None]] = {
     F.leaky_relu: lambda input, negative_slope=0.01, inplace=False: (
         None if inplace else (leaky_relu_at, (input, negative_slope))
     ),
-    F.elu: lambda input, alpha=1.0, inplace=False: None if inplace else (elu_at, (input, alpha)),
-    F.celu: lambda input, alpha=1.0, inplace=False: None if inplace else (celu_at, (input, alpha)),
-    F.softplus: lambda input, beta=1, threshold=20: (softplus_at, (input, beta, threshold)),
-    F.hardtanh: lambda input, min_val=-1.0, max_val=1.0, inplace=False: (
-        None if inplace else (hardtanh_at, (input, min_val, max_val))
-    ),
-    F.threshold: lambda input, threshold, value, inplace=False: (
-        None if inplace else (threshold_at, (input, threshold, value))
-    ),
 }
 _METHODS: dict[str, Callable[..., LiftedForm]] = {
     "add": lambda input, other, *, alpha=1: (add_at, (input, other, alpha)),
     "sub": lambda input, other, *, alpha=1: (sub_at, (input, other, alpha)),
-    "addcmul": lambda input, tensor1, tensor2, *, value=1: (addcmul_at, (input, tensor1, tensor2, value)),
     "lerp": lambda input, end, weight: (torch.lerp, (input, end, weight)),
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
     "clamp_min": lambda input, min: (torch.clamp, (input, min, None)),
