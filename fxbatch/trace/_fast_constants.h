@@ -242,12 +242,12 @@ static int constants_reserve(Constants *c)
     return 0;
 }
 
-/* A tensor was met; -1 on error. */
-static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t version, Py_ssize_t place)
+/* A tensor was met; -1 on error. number: what it holds, NULL where that is no integer without dimensions. */
+static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t version, Py_ssize_t place, const int64_t *number)
 {
     if (constants_reserve(c) < 0)
         return -1;
-    c->rows[c->n] = (Constant){Py_NewRef(t), Py_NewRef(value), version, WHOLE(value, at.type), place, 0, 0};
+    c->rows[c->n] = (Constant){Py_NewRef(t), Py_NewRef(value), version, WHOLE(value, at.type), place, number ? *number : 0, number != NULL};
     *constant_place(c, t) = ++c->n;
     return 0;
 }
@@ -275,8 +275,9 @@ static PyObject *constants_add(PyObject *self, PyObject *args)
 {
     PyObject *t, *value;
     Py_ssize_t place;
+    int64_t number;
     if (!PyArg_ParseTuple(args, "OO!n", &t, Value, &value, &place) ||
-        constants_put((Constants *)self, t, value, version_of(t), place) < 0)
+        constants_put((Constants *)self, t, value, version_of(t), place, number_of(t, &number) ? &number : NULL) < 0)
         return NULL;
     Py_RETURN_NONE;
 }
@@ -422,12 +423,9 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         Py_XDECREF(requires);
         Py_DECREF(v); /* the constants have it */
         Constants *c = (Constants *)SLOT(recorder, at.constants);
-        if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, PyList_GET_SIZE(payload) - 1) < 0)
+        Py_ssize_t place = PyList_GET_SIZE(payload);
+        if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, place, is_read ? &number : NULL) < 0)
             v = NULL;
-        else {
-            c->rows[c->n - 1].number = number;
-            c->rows[c->n - 1].is_read = is_read;
-        }
     }
     return v;
 }

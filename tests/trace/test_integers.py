@@ -12,6 +12,7 @@ import torch
 import fxbatch
 from fxbatch.trace import constants, module_state, traces
 from fxbatch.trace.constants import IntegerColumn, read_integers
+from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 from tests import models as M
 
@@ -122,3 +123,39 @@ def test_a_module_that_lists_its_parts_itself_is_looked_at_each_time() -> None:
 
     model, table = Own(), SignatureTable()
     assert module_state.known_model(table, model) is not module_state.known_model(table, model)
+
+
+class _Counts(torch.nn.Module):
+    """Looks up a number, writes to it, and looks it up again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(9, 4)
+
+    def forward(self, number: torch.Tensor, twice: torch.Tensor) -> Any:
+        before = self.embed(number) * twice
+        number.add_(1)
+        return before + self.embed(number).cumsum(0)
+
+
+@pytest.mark.skipif(_fast is None, reason="what integers held is read by C")
+@pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"deduplicate": True}, {"native": False}])
+def test_an_integer_is_what_it_was_when_it_was_met(options: dict[str, Any]) -> None:
+    model = _Counts()
+    batched = fxbatch.autobatch(adaptive=False, **options)(model.forward)
+    twice = [torch.tensor(k % 2 == 0) for k in range(6)]
+    for _ in range(3):  # from the second time on C meets them
+        given = [[torch.tensor(k % 4) for k in range(6)] for _ in range(2)]
+        expected = torch.stack([model(*one) for one in zip(given[0], twice, strict=True)])
+        torch.testing.assert_close(batched(given[1], twice), expected)
+        assert given[1] == given[0]
+
+
+def test_a_column_of_what_was_met_gives_tensors_with_its_numbers() -> None:
+    tensors = [torch.tensor(k) for k in range(4)]
+    column = IntegerColumn.met(tensors, np.arange(4))
+    assert column[1] is tensors[1]
+    column = IntegerColumn.met(tensors, np.arange(4)).take(np.array([3, 1]))
+    tensors[3].add_(1)
+    assert [t.item() for t in column] == [3, 1] == [column[i].item() for i in range(2)]
+    assert not column.is_watched
