@@ -13,7 +13,7 @@ from fxbatch.trace.state import _fast
 from tests.lines import lines_of
 
 # Lines of fxbatch's Python for the decoder of examples/serve.py: to be lowered only.
-A_PHASE = 298
+A_PHASE = 296
 AN_INSTANCE = 93
 
 pytestmark = pytest.mark.skipif(
@@ -29,7 +29,8 @@ def lines_a_phase(model: Any, batches: dict[int, Any]) -> float:
         for phases, batch in batches.items():
             for _ in range(2):
                 batched(model, batch)
-            lines[phases] = lines_of(lambda batch=batch: batched(model, batch))  # type: ignore[misc]
+            # the fewest of two: what happens once in a while is no part of a phase
+            lines[phases] = min(lines_of(lambda batch=batch: batched(model, batch)) for _ in range(2))  # type: ignore[misc]
     few, many = lines
     return (lines[many] - lines[few]) / (many - few)
 
