@@ -109,11 +109,6 @@ class IntegerColumn(Sequence[torch.Tensor]):
         column._older = self._older
         return column
 
-    @property
-    def is_watched(self) -> bool:
-        """Whether it says if one was written to."""
-        return self._versions is not None or any(p.is_watched for p in self._parts)
-
     def written_to(self) -> bool:
         """Whether one of the tensors was written to since its number was read."""
         if self._parts:
@@ -158,8 +153,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
 def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:
     """The payload of a constant of type t as a column; None where its numbers can't be read."""
     if isinstance(payload, IntegerColumn):
-        is_watched = not watched or payload.is_watched
-        return payload if is_watched else IntegerColumn.of(payload.tensors, t.dtype)
+        return payload
     if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in INTEGERS:
         return None
     return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)

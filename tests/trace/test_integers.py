@@ -158,4 +158,4 @@ def test_a_column_of_what_was_met_gives_tensors_with_its_numbers() -> None:
     column = IntegerColumn.met(tensors, np.arange(4)).take(np.array([3, 1]))
     tensors[3].add_(1)
     assert [t.item() for t in column] == [3, 1] == [column[i].item() for i in range(2)]
-    assert not column.is_watched
+    assert not column.written_to()
