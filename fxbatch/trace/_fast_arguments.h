@@ -125,8 +125,8 @@ static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
     PyObject *key = base && base != Py_None && owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(base) : NULL;
     Described view, whole;
     int known = key ? PyDict_Contains(owners, key) : 0;
-    if (known > 0 && (!exchange || exchange->describe(t, &view) < 0 || exchange->describe(base, &whole) < 0 ||
-                      view.dtype.code > 4 || memcmp(&view.dtype, &whole.dtype, sizeof view.dtype)))
+    if (known > 0 && (!describe(t, &view) || !describe(base, &whole) || view.dtype.code > 4 ||
+                      memcmp(&view.dtype, &whole.dtype, sizeof view.dtype)))
         known = 0;
     if (known > 0 && SLOT(KNOWN(recorder), at.grad) == Py_True) {
         PyObject *requires = get_requires_grad->get(base, get_requires_grad->closure);

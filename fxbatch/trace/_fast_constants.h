@@ -122,15 +122,18 @@ typedef struct {
     int64_t shape[MAX_RANK];
 } Kind;
 
+/* Memory and type of a tensor; 0 where it has none to say: sparse, on another kind of device, inside a transform. */
+static int describe(PyObject *t, Described *out)
+{
+    int said = exchange && exchange->describe(t, out) == 0;
+    if (exchange && !said)
+        PyErr_Clear();
+    return said;
+}
+
 static int kind_from(PyObject *t, Kind *kind, Described *described)
 {
-    if (!exchange || !Py_IS_TYPE(t, Tensor))
-        return 0;
-    if (exchange->describe(t, described) < 0) { /* sparse, on another kind of device, inside a transform */
-        PyErr_Clear();
-        return 0;
-    }
-    if (described->ndim > MAX_RANK)
+    if (!Py_IS_TYPE(t, Tensor) || !describe(t, described) || described->ndim > MAX_RANK)
         return 0;
     memset(kind, 0, sizeof *kind);
     kind->head[0] = described->device.type;
@@ -158,17 +161,12 @@ static int integer_in(const Described *t, int64_t *number)
     return 0;
 }
 
-/* The same of a tensor. */
+/* The integer of a plain tensor, in the same way. */
 static int number_of(PyObject *t, int64_t *number)
 {
     Described described;
-    if (!exchange || (!Py_IS_TYPE(t, Tensor) && !Py_IS_TYPE(t, Parameter)))
-        return 0;
-    if (exchange->describe(t, &described) < 0) {
-        PyErr_Clear();
-        return 0;
-    }
-    return integer_in(&described, number);
+    int plain = Py_IS_TYPE(t, Tensor) || Py_IS_TYPE(t, Parameter);
+    return plain && describe(t, &described) && integer_in(&described, number);
 }
 
 /* kind_of(tensor): bytes that are equal for plain tensors of one type alone; None where that is not known. */
