@@ -399,6 +399,31 @@ static int for_all_of_it(PyObject *index)
     return PySlice_Check(index) || index == Py_None || index == Py_Ellipsis;
 }
 
+/* Whether an index is several plain numbers, as in x[i, j]. */
+static int is_place(PyObject *index)
+{
+    Py_ssize_t n = PyTuple_CheckExact(index) ? PyTuple_GET_SIZE(index) : 0, i = 0;
+    while (i < n && PyLong_CheckExact(PyTuple_GET_ITEM(index, i)))
+        i++;
+    return n && i == n;
+}
+
+/* x[i] = y or x[i, j] = y for numbers i, j; 1 where it is done, 0 where it is another write, -1 on error. No row is put
+   together with the others for it. */
+static int set_item(PyObject *recorder, PyObject *const *args)
+{
+    PyObject *target = value_at(recorder, args[0]);
+    int done = PyLong_CheckExact(args[1]) ? set_row(recorder, target, args[1], args[2]) : 0;
+    if (done || !target || !modes_as_recorded(recorder) || !(is_place(args[1]) || (SLOT(target, at.view) && is_stale(target))))
+        return done;
+    PyObject *given = PyTuple_Pack(3, target, args[1], args[2]);
+    PyObject *written = given ? PyObject_CallFunctionObjArgs(slow_row_write, recorder, given, NULL) : NULL;
+    done = written ? PyObject_IsTrue(written) : -1;
+    Py_XDECREF(written);
+    Py_XDECREF(given);
+    return done;
+}
+
 static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
     Method *m = (Method *)self;
@@ -411,8 +436,9 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
         PyObject *result = current && PyLong_CheckExact(args[1]) ? row_of_value(current, args) : NULL;
         if (result || PyErr_Occurred())
             return result;
-    } else if (m->owner == setitem && m->owner && n == 3 && !kwnames && current && PyLong_CheckExact(args[1])) {
-        int done = set_row(current, value_at(current, args[0]), args[1], args[2]);
+    } else if (m->owner == setitem && m->owner && n == 3 && !kwnames && current &&
+               (PyLong_CheckExact(args[1]) || is_place(args[1]))) {
+        int done = set_item(current, args);
         if (done)
             return done < 0 ? NULL : Py_NewRef(Py_None);
     } else if (current && (m->owner || n >= (kwnames ? 1 : 2))) {

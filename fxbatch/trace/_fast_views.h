@@ -83,6 +83,12 @@ static Py_ssize_t row_shown(PyObject *v)
     return PyLong_CheckExact(index) ? PyLong_AsSsize_t(index) : -1; /* below 0 is for Python */
 }
 
+/* Whether places `x[i, j]` of a value were written to, and the whole was not put together since: Python's. */
+static int has_places(PyObject *v)
+{
+    return SLOT(v, at.rows) && !PyDict_CheckExact(SLOT(v, at.rows));
+}
+
 /* Give row `index` of a value the content of another; -1 on error. */
 static int write_row(PyObject *recorder, PyObject *v, PyObject *index, PyObject *content)
 {
@@ -132,7 +138,7 @@ static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObje
         return PyErr_Occurred() ? -1 : 0;
     if (view && SLOT(view, at.source) == target && row_shown(content) == row)
         return 1; /* what `x[i] += y` stores last */
-    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || !counts_for_gradients(recorder))
+    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || has_places(target) || !counts_for_gradients(recorder))
         return 0;
     PyObject *number = PyLong_FromSsize_t(row);
     int done = number ? write_row(recorder, target, number, content) : -1;
@@ -145,7 +151,7 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
 {
     Py_ssize_t number = row_shown(v);
     PyObject *view = SLOT(v, at.view), *root = number < 0 ? NULL : SLOT(view, at.root);
-    if (!root || WHOLE(root, at.flags) & CONSTANT || !counts_for_gradients(recorder) || SLOT(content, at.view) ||
+    if (!root || WHOLE(root, at.flags) & CONSTANT || has_places(root) || !counts_for_gradients(recorder) || SLOT(content, at.view) ||
         WHOLE(content, at.type) != WHOLE(v, at.type))
         return 0;
     PyObject *index = PyTuple_GET_ITEM(PyTuple_GET_ITEM(SLOT(view, at.call), 1), 1);
@@ -164,7 +170,7 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
     PyObject *v = Py_IS_TYPE(args[0], Value) ? args[0] : value_behind(recorder, args[0]);
     PyObject *lifted = SLOT(recorder, at.lifted);
     if (!v || SLOT(v, at.recorder) != recorder || !lifted || !PyDict_Check(lifted) || !has_columns(recorder) ||
-        (is_stale(v) && SLOT(v, at.view)) || !modes_as_recorded(recorder))
+        (is_stale(v) && SLOT(v, at.view)) || has_places(v) || !modes_as_recorded(recorder))
         return NULL;
     PyObject *known = known_rows(recorder, v, NULL); /* (entry, how many rows, number of the value of each row's number) */
     Py_ssize_t at_row = known ? from_start(args[1], PyTuple_GET_ITEM(known, 1)) : -1;

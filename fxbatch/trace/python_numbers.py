@@ -25,7 +25,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, REQUIRES_GRAD, Value, link_view, new_value, refresh
+from fxbatch.trace.values import GETITEM, REQUIRES_GRAD, Places, Value, link_view, new_value, refresh
 
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
@@ -198,6 +198,11 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     if number is None:
         number = numbers[row] = recorder.number(row, torch.int64, t.device)._value
     rows = getattr(v, "_rows", None)
+    if type(rows) is Places:  # recorded when it is used
+        result = new_value(recorder, v._value, entry.types[0], v._flags & REQUIRES_GRAD)
+        link_view(result, v, (GETITEM, (v, row), {}))
+        result._view.seen = -1
+        return result
     if rows is not None and row in rows:
         flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
         result = new_value(recorder, rows[row]._value, rows[row]._type, flags)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -343,6 +344,9 @@ class Value(torch.Tensor):
         if type(index) is int:
             return self._recorder.row_of(self, index)
         if type(index) is tuple and index and type(index[0]) is int and self.dim() > 1:
+            written = row_written(self, index)
+            if written is not None:
+                return written
             row = self[index[0]]
             if len(index) == 2 and type(index[1]) is int:
                 return row[index[1]]
@@ -662,18 +666,68 @@ def refresh(v: Value) -> Value:
     return v
 
 
+class Places(dict[int, "Value"]):
+    """What was written to `x[i, j]`, by the number of that row among those of all i and j. Of `x[i]` it is a plain
+    dictionary."""
+
+    depth = 1  # how many numbers a place has
+
+
+def place_in(shape: Sequence[int], index: object) -> tuple[int, ...] | None:
+    """The place of a row of a tensor of this shape, counted from the start, for `x[i]` or `x[i, j]`; None where the
+    index isn't plain numbers, or out of range."""
+    numbers = index if type(index) is tuple else (index,)
+    if not 0 < len(numbers) <= len(shape):
+        return None
+    for i, size in zip(numbers, shape, strict=False):
+        if type(i) is not int or not -size <= i < size:
+            return None
+    return tuple(i % size for i, size in zip(numbers, shape, strict=False))
+
+
+def row_number(shape: Sequence[int], place: Sequence[int]) -> int:
+    """The number of a place among all rows of its kind."""
+    number = 0
+    for i, size in zip(place, shape, strict=False):
+        number = number * size + i
+    return number
+
+
+def row_written(v: object, index: object) -> Value | None:
+    """`v[i, j]` where that was written to and the whole was not asked for since; None for others."""
+    value = value_of(v) if type(v) is WrittenTensor else v
+    rows = getattr(value, "_rows", None)
+    if type(value) is not Value or type(rows) is not Places:
+        return None
+    at = place_in(value.shape, index)
+    row = rows.get(row_number(value.shape, at)) if at is not None and len(at) == rows.depth else None
+    if row is None:
+        return None
+    result = new_value(
+        value._recorder, row._value, row._type, value._flags & REQUIRES_GRAD
+    )  # as a view of the whole
+    link_view(result, value, (GETITEM, (value, at), {}))
+    return result
+
+
 def _put_rows(v: Value) -> None:
     """Record a value's content with the rows that were written to."""
-    rows, recorder = v._rows, v._recorder
+    rows, recorder, shape = v._rows, v._recorder, tuple(v.shape)
     del v._rows
     before = new_value(recorder, v._value, v._type, v._flags & REQUIRES_GRAD)
+    if type(rows) is Places:
+        shape = (math.prod(shape[: rows.depth]), *shape[rows.depth :])
     # The rows were written while gradients counted, whoever reads the whole first.
     with recorded_with(recorder, recorder.graded):
-        if 2 * len(rows) < v.shape[0]:
+        if type(rows) is Places:
+            before = before.reshape(shape)  # type: ignore[assignment]
+        if 2 * len(rows) < shape[0]:
             index = torch.tensor(list(rows), device=v.device)
             content = before.index_copy(0, index, torch.stack(list(rows.values())))
         else:
-            content = torch.stack([rows[i] if i in rows else before[i] for i in range(v.shape[0])])
+            content = torch.stack([rows[i] if i in rows else before[i] for i in range(shape[0])])
+        if type(rows) is Places:
+            content = content.reshape(v.shape)
     assert type(content) is Value and content._type == v._type
     v._value, v._flags = content._value, content._flags
 

@@ -31,13 +31,16 @@ from fxbatch.trace.values import (
     NEEDS_STRIDES,
     RECORD,
     REQUIRES_GRAD,
+    Places,
     Value,
     Written,
     WrittenTensor,
     is_stale,
     new_value,
+    place_in,
     recorded_with,
     refresh,
+    row_number,
     value_of,
     view_of,
 )
@@ -263,10 +266,10 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
         return
     if new._type != v._type:
         raise InPlaceError(f"{name} changes the shape of a tensor that has views{at_line()}")
-    index = _row_shown(v)
-    if index is not None and len(path) == 2 and _counts_for_gradients(recorder):
+    shown = _place_shown(v)
+    if shown is not None and _counts_for_gradients(recorder):
         _assign(v, new)
-        _write_row(root, index, new)
+        _write_row(*shown, new)
         v._view.seen = root._writes
         return
     contents = [new]
@@ -316,44 +319,60 @@ def _counts_for_gradients(recorder: RecordedCalls) -> bool:
     return bool(recorder.knowledge.grad) or not recorder.graded
 
 
-def _row_shown(v: Value) -> int | None:
-    """Which row of its source a view is, None for other views."""
-    view = view_of(v)
-    if view is None or view.call is None or view.call[0] is not GETITEM:
-        return None
-    index = view.call[1][1]
-    return index if type(index) is int else None
+def _place_shown(v: Value) -> tuple[Value, tuple[int, ...]] | None:
+    """Which row of which value a view is, `x[i]`, `x[i][j]` or `x[i, j]`; None for other views."""
+    place: tuple[int, ...] = ()
+    while (view := view_of(v)) is not None:
+        if view.call is None or view.call[0] is not GETITEM:
+            return None
+        at = place_in(view.source.shape, view.call[1][1])
+        if at is None:
+            return None
+        place, v = at + place, view.source
+    return v, place
 
 
-def _write_row(v: Value, index: int, row: Value) -> None:
+def _write_row(v: Value, place: tuple[int, ...], row: Value) -> None:
     """Give a row of a value this content; the value's own is recorded when it is used as a whole."""
-    if not hasattr(v, "_rows"):
-        v._rows = {}
-    at = index + v.shape[0] if index < 0 else index
-    v._rows[at] = new_value(v._recorder, row._value, row._type, row._flags & REQUIRES_GRAD)
+    rows: Any = getattr(v, "_rows", None)
+    depth = rows.depth if type(rows) is Places else 1
+    if rows is None or depth != len(place):
+        refresh(v)
+        rows = v._rows = {} if len(place) == 1 else Places()
+        if len(place) > 1:
+            rows.depth = len(place)
+    rows[row_number(v.shape, place)] = new_value(
+        v._recorder, row._value, row._type, row._flags & REQUIRES_GRAD
+    )
     v._flags |= row._flags & REQUIRES_GRAD  # and so it does when the row is written to again
     v._writes += 1
 
 
 def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
-    """`x[i] = v` for a number i and a row v of the type of x's; False where it is another write."""
-    if len(args) != 3 or type(args[1]) is not int or not isinstance(args[0], torch.Tensor):
+    """`x[i] = v` or `x[i, j] = v` for numbers i, j and a row v of the type of x's; False where it is another write."""
+    if len(args) != 3 or type(args[1]) not in (int, tuple) or not isinstance(args[0], torch.Tensor):
         return False
     target, index, row = args
     if type(row) is not Value or (type(target) is not Value and _is_shared(recorder, target)):
         return False
     v = target if type(target) is Value else recorder.constant(target)
-    if v is None or view_of(v) is not None or not v.dim() or not -v.shape[0] <= index < v.shape[0]:
+    place = None if v is None else place_in(v.shape, index)
+    if v is None or place is None or _place_shown(v) is None:
         return False
     t, of_row = recorder.type_of(v), recorder.type_of(refresh(row))
-    if (t.shape[1:], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
+    if (t.shape[len(place) :], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
         return False
     if not _counts_for_gradients(recorder) or (v is target and v._flags & CONSTANT):
         return False
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
-    _write_row(v, index, row)
-    _note_rows(recorder, v, row)
+    shown = _place_shown(v)
+    if shown is None or shown[0]._flags & CONSTANT:
+        return False
+    whole, before = shown
+    _write_row(whole, before + place, row)
+    if v is whole and len(place) == 1:
+        _note_rows(recorder, v, row)
     return True
 
 

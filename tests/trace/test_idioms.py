@@ -231,6 +231,102 @@ def test_writes_that_were_met_take_the_short_way(
     assert recorded_by == "python" or max(counts[2:]) <= 2 * 8, counts
 
 
+# -- places by several numbers ---------------------------------------------------------------------------
+
+
+def fills_places(m: Any, x: Tensor) -> Any:
+    scores = torch.zeros(len(x) + 1, 4)
+    for i, row in enumerate(x):
+        h = m.linear(row)
+        for j in range(3):
+            scores[i, j] = h[j] + scores[i - 1, j - 4]
+        scores[i + 1, -1] += h[3]
+    return scores.sum(0) + scores[-1]
+
+
+def fills_places_with_rows(m: Any, x: Tensor) -> Any:
+    states = m.linear(x).new_zeros(len(x), 2, 4)
+    for i, row in enumerate(x):
+        states[i, i % 2] = m.linear(row)
+        states[i, 1 - i % 2] = states[i - 1, 0] + row
+    return states.sum((0, 1))
+
+
+def fills_rows_of_rows(m: Any, x: Tensor) -> Any:
+    scores = torch.zeros(len(x), 4)
+    for i, row in enumerate(x):
+        h = m.linear(row)
+        scores[i][0] = h[0]
+        scores[i][-1] = h[1]
+        scores[i][-1] += h[2]
+    return scores.sum(0) + scores[0]
+
+
+def fills_places_and_rows(m: Any, x: Tensor) -> Any:
+    scores = m.linear(x) * 1.0
+    first, seen = scores[0], []
+    for i, row in enumerate(x):
+        h = m.linear(row)
+        scores[i, 1] = h[0]
+        seen.append(scores[i] * 1.0)
+        scores[i] = h
+        scores[i, 2] = h[3]
+        scores[i][3].add_(h[1])
+        first[0] = h[2]
+        seen.append(first + scores[:, 2].sum() + scores[i, 0])
+    return torch.stack(seen).sum(0) + scores[1, 2]
+
+
+def writes_places_without_gradients(m: Any, x: Tensor) -> Any:
+    scores = torch.zeros(len(x), 4)
+    for i, row in enumerate(x):
+        h = m.linear(row)
+        scores[i, 0] = h[0]
+        with torch.no_grad():
+            scores[i, 1] = h[1]
+            scores[i][2] = h[2]
+        scores[i, 3] = h[3]
+    return scores.sum(0)
+
+
+PLACES = (
+    fills_places, fills_places_with_rows, fills_rows_of_rows, fills_places_and_rows, writes_places_without_gradients,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PLACES)
+def test_places_equal_the_loop(form: Callable[[Any, Tensor], Any], recorded_by: str) -> None:
+    torch.manual_seed(0)
+    model = Sequences(form)
+    for _ in range(3):
+        check_equal(model, list(torch.randn(6, 5, 4)))
+    batch = list(torch.randn(6, 5, 4))
+    with torch.no_grad():
+        for ours, alone in zip(model(batch), [form(model, x) for x in batch], strict=True):
+            torch.testing.assert_close(ours, alone)
+
+
+@pytest.mark.parametrize("form", PLACES[:3])
+def test_a_place_is_no_signature_of_its_own(form: Callable[[Any, Tensor], Any]) -> None:
+    counts = []
+    for rows in (5, 10):
+        model, table = Sequences(form), SignatureTable()
+        batch = [((model, torch.randn(rows, 4)), {}) for _ in range(4)]
+        record_minibatch(form, batch, table, None, roots=(model,), runs_now=True)  # type: ignore[arg-type]
+        counts.append(len(table.signatures))
+    assert counts[1] == counts[0], counts
+
+
+def test_places_that_are_not_there_are_errors() -> None:
+    def beyond(m: Any, x: Tensor) -> Any:
+        h = m.linear(x)
+        h[0, 7] = h[0, 1].clone()
+        return h[0]
+
+    with pytest.raises(IndexError):
+        Sequences(beyond)([torch.randn(3, 4)] * 2)
+
+
 # -- views of a module's parameters, which are another object each time -----------------------------------
 
 
