@@ -668,21 +668,24 @@ def refresh(v: Value) -> Value:
 
 class Places(dict[int, "Value"]):
     """What was written to `x[i, j]`, by the number of that row among those of all i and j. Of `x[i]` it is a plain
-    dictionary."""
+    dictionary. depth: how many numbers a place has."""
 
-    depth = 1  # how many numbers a place has
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.depth = depth
 
 
 def place_in(shape: Sequence[int], index: object) -> tuple[int, ...] | None:
     """The place of a row of a tensor of this shape, counted from the start, for `x[i]` or `x[i, j]`; None where the
     index isn't plain numbers, or out of range."""
-    numbers = index if type(index) is tuple else (index,)
-    if not 0 < len(numbers) <= len(shape):
+    if type(index) is int:
+        return (index % shape[0],) if shape and -shape[0] <= index < shape[0] else None
+    if type(index) is not tuple or not 0 < len(index) <= len(shape):
         return None
-    for i, size in zip(numbers, shape, strict=False):
+    for i, size in zip(index, shape, strict=False):
         if type(i) is not int or not -size <= i < size:
             return None
-    return tuple(i % size for i, size in zip(numbers, shape, strict=False))
+    return tuple(i % size for i, size in zip(index, shape, strict=False))
 
 
 def row_number(shape: Sequence[int], place: Sequence[int]) -> int:

@@ -334,13 +334,11 @@ def _place_shown(v: Value) -> tuple[Value, tuple[int, ...]] | None:
 
 def _write_row(v: Value, place: tuple[int, ...], row: Value) -> None:
     """Give a row of a value this content; the value's own is recorded when it is used as a whole."""
-    rows: Any = getattr(v, "_rows", None)
+    rows = getattr(v, "_rows", None)
     depth = rows.depth if type(rows) is Places else 1
     if rows is None or depth != len(place):
         refresh(v)
-        rows = v._rows = {} if len(place) == 1 else Places()
-        if len(place) > 1:
-            rows.depth = len(place)
+        rows = v._rows = {} if len(place) == 1 else Places(len(place))
     rows[row_number(v.shape, place)] = new_value(
         v._recorder, row._value, row._type, row._flags & REQUIRES_GRAD
     )
@@ -357,7 +355,8 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
         return False
     v = target if type(target) is Value else recorder.constant(target)
     place = None if v is None else place_in(v.shape, index)
-    if v is None or place is None or _place_shown(v) is None:
+    shown = None if v is None else _place_shown(v)
+    if v is None or place is None or shown is None:
         return False
     t, of_row = recorder.type_of(v), recorder.type_of(refresh(row))
     if (t.shape[len(place) :], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
@@ -366,7 +365,7 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
         return False
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
-    shown = _place_shown(v)
+        shown = _place_shown(v)
     if shown is None or shown[0]._flags & CONSTANT:
         return False
     whole, before = shown
