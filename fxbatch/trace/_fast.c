@@ -414,7 +414,9 @@ static int set_item(PyObject *recorder, PyObject *const *args)
 {
     PyObject *target = value_at(recorder, args[0]);
     int done = PyLong_CheckExact(args[1]) ? set_row(recorder, target, args[1], args[2]) : 0;
-    if (done || !target || !modes_as_recorded(recorder) || !(is_place(args[1]) || (SLOT(target, at.view) && is_stale(target))))
+    int kept_apart = target && is_stale(target) &&
+                     (SLOT(target, at.view) || PyFloat_CheckExact(args[2]) || PyLong_CheckExact(args[2]));
+    if (done || !target || !modes_as_recorded(recorder) || !(is_place(args[1]) || kept_apart))
         return done;
     PyObject *given = PyTuple_Pack(3, target, args[1], args[2]);
     PyObject *written = given ? PyObject_CallFunctionObjArgs(slow_row_write, recorder, given, NULL) : NULL;

@@ -347,18 +347,26 @@ def _write_row(v: Value, place: tuple[int, ...], row: Value) -> None:
 
 
 def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
-    """`x[i] = v` or `x[i, j] = v` for numbers i, j and a row v of the type of x's; False where it is another write."""
+    """`x[i] = v` or `x[i, j] = v` for a number or a row v of x's type; False where it is another write."""
     if len(args) != 3 or type(args[1]) not in (int, tuple) or not isinstance(args[0], torch.Tensor):
         return False
     target, index, row = args
-    if type(row) is not Value or (type(target) is not Value and _is_shared(recorder, target)):
+    if type(target) is not Value and (type(row) is not Value or _is_shared(recorder, target)):
         return False
     v = target if type(target) is Value else recorder.constant(target)
     place = None if v is None else place_in(v.shape, index)
     shown = None if v is None else _place_shown(v)
     if v is None or place is None or shown is None:
         return False
-    t, of_row = recorder.type_of(v), recorder.type_of(refresh(row))
+    t = recorder.type_of(v)
+    if type(row) is float or type(row) is int:
+        if not t.dtype.is_floating_point and (type(row) is float or t.dtype is not torch.int64):
+            return False
+        row = recorder.number(float(row) if t.dtype.is_floating_point else row, t.dtype, t.device)
+        row = row.expand(t.shape[len(place) :]) if len(place) < len(t.shape) else row
+    if type(row) is not Value:
+        return False
+    of_row = recorder.type_of(refresh(row))
     if (t.shape[len(place) :], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
         return False
     if not _counts_for_gradients(recorder) or (v is target and v._flags & CONSTANT):
