@@ -138,7 +138,8 @@ static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObje
         return PyErr_Occurred() ? -1 : 0;
     if (view && SLOT(view, at.source) == target && row_shown(content) == row)
         return 1; /* what `x[i] += y` stores last */
-    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || has_places(target) || !counts_for_gradients(recorder))
+    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || has_places(target) ||
+        !counts_for_gradients(recorder))
         return 0;
     PyObject *number = PyLong_FromSsize_t(row);
     int done = number ? write_row(recorder, target, number, content) : -1;
@@ -151,8 +152,8 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
 {
     Py_ssize_t number = row_shown(v);
     PyObject *view = SLOT(v, at.view), *root = number < 0 ? NULL : SLOT(view, at.root);
-    if (!root || WHOLE(root, at.flags) & CONSTANT || has_places(root) || !counts_for_gradients(recorder) || SLOT(content, at.view) ||
-        WHOLE(content, at.type) != WHOLE(v, at.type))
+    if (!root || WHOLE(root, at.flags) & CONSTANT || has_places(root) || !counts_for_gradients(recorder) ||
+        SLOT(content, at.view) || WHOLE(content, at.type) != WHOLE(v, at.type))
         return 0;
     PyObject *index = PyTuple_GET_ITEM(PyTuple_GET_ITEM(SLOT(view, at.call), 1), 1);
     if (write_row(recorder, root, index, content) < 0)

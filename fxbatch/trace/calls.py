@@ -66,7 +66,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
-from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views, row_written
+from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
 from fxbatch.trace.writes import (
     PURE_FORMS,
     call_pure,
@@ -141,8 +141,6 @@ def call_function(
         found = call_lifted(recorder, func, args)
         if found is not None:
             return found
-    elif func is GETITEM and (row := row_written(*args)) is not None:
-        return row
     elif func is GETITEM and _by_integer_value(*args):
         func = take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):

@@ -25,7 +25,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, REQUIRES_GRAD, Places, Value, link_view, new_value, refresh
+from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh, row_later, row_written
 
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
@@ -197,21 +197,15 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     number = numbers.get(row)
     if number is None:
         number = numbers[row] = recorder.number(row, torch.int64, t.device)._value
-    rows = getattr(v, "_rows", None)
-    if type(rows) is Places:  # recorded when it is used
-        result = new_value(recorder, v._value, entry.types[0], v._flags & REQUIRES_GRAD)
-        link_view(result, v, (GETITEM, (v, row), {}))
-        result._view.seen = -1
-        return result
-    if rows is not None and row in rows:
-        flags = REQUIRES_GRAD if recorder.requires_grad(v) else 0  # as a view of the whole
-        result = new_value(recorder, rows[row]._value, rows[row]._type, flags)
-    else:
-        if rows is None:
-            refresh(v)
-        recorder.lifted[entry.sid] = True
-        kind = recorder.table.number(torch.int64, t.device).types[0]
-        result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
+    written = row_written(v, row)
+    written = row_later(v, row, entry.types[0]) if written is None else written
+    if written is not None:
+        return written
+    if not hasattr(v, "_rows"):
+        refresh(v)
+    recorder.lifted[entry.sid] = True
+    kind = recorder.table.number(torch.int64, t.device).types[0]
+    result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
     link_view(result, v, (GETITEM, (v, row), {}))
     return result
 

@@ -680,12 +680,11 @@ def place_in(shape: Sequence[int], index: object) -> tuple[int, ...] | None:
     index isn't plain numbers, or out of range."""
     if type(index) is int:
         return (index % shape[0],) if shape and -shape[0] <= index < shape[0] else None
-    if type(index) is not tuple or not 0 < len(index) <= len(shape):
+    if type(index) is not tuple or not index:
         return None
-    for i, size in zip(index, shape, strict=False):
-        if type(i) is not int or not -size <= i < size:
-            return None
-    return tuple(i % size for i, size in zip(index, shape, strict=False))
+    pairs = zip(index, shape, strict=False)
+    place = tuple(i % size for i, size in pairs if type(i) is int and -size <= i < size)
+    return place if len(place) == len(index) else None
 
 
 def row_number(shape: Sequence[int], place: Sequence[int]) -> int:
@@ -696,40 +695,49 @@ def row_number(shape: Sequence[int], place: Sequence[int]) -> int:
     return number
 
 
-def row_written(v: object, index: object) -> Value | None:
-    """`v[i, j]` where that was written to and the whole was not asked for since; None for others."""
-    value = value_of(v) if type(v) is WrittenTensor else v
-    rows = getattr(value, "_rows", None)
-    if type(value) is not Value or type(rows) is not Places:
-        return None
-    at = place_in(value.shape, index)
-    row = rows.get(row_number(value.shape, at)) if at is not None and len(at) == rows.depth else None
+def depth_of(rows: dict[int, Value]) -> int:
+    """How many numbers a place among these has."""
+    return rows.depth if type(rows) is Places else 1
+
+
+def row_written(v: Value, index: object) -> Value | None:
+    """`v[i]` or `v[i, j]` where that was written to and the whole was not asked for since; None for others."""
+    rows = getattr(v, "_rows", {})
+    at = (place_in(v.shape, index) or ()) if rows else ()
+    row = rows.get(row_number(v.shape, at)) if len(at) == depth_of(rows) else None
     if row is None:
         return None
-    result = new_value(
-        value._recorder, row._value, row._type, value._flags & REQUIRES_GRAD
-    )  # as a view of the whole
-    link_view(result, value, (GETITEM, (value, at), {}))
+    result = new_value(v._recorder, row._value, row._type, v._flags & REQUIRES_GRAD)  # as a view of the whole
+    link_view(result, v, (GETITEM, (v, at if len(at) > 1 else at[0]), {}))
+    return result
+
+
+def row_later(v: Value, index: int, type_id: int) -> Value | None:
+    """`v[index]` where places of v were written to: it is recorded when it is used. None for others."""
+    if type(getattr(v, "_rows", None)) is not Places:
+        return None
+    result = new_value(v._recorder, v._value, type_id, v._flags & REQUIRES_GRAD)
+    link_view(result, v, (GETITEM, (v, index), {}))
+    result._view.seen = -1
     return result
 
 
 def _put_rows(v: Value) -> None:
     """Record a value's content with the rows that were written to."""
-    rows, recorder, shape = v._rows, v._recorder, tuple(v.shape)
+    rows, recorder, depth = v._rows, v._recorder, depth_of(v._rows)
     del v._rows
     before = new_value(recorder, v._value, v._type, v._flags & REQUIRES_GRAD)
-    if type(rows) is Places:
-        shape = (math.prod(shape[: rows.depth]), *shape[rows.depth :])
+    shape = (math.prod(v.shape[:depth]), *v.shape[depth:])
     # The rows were written while gradients counted, whoever reads the whole first.
     with recorded_with(recorder, recorder.graded):
-        if type(rows) is Places:
+        if depth > 1:
             before = before.reshape(shape)  # type: ignore[assignment]
         if 2 * len(rows) < shape[0]:
             index = torch.tensor(list(rows), device=v.device)
             content = before.index_copy(0, index, torch.stack(list(rows.values())))
         else:
             content = torch.stack([rows[i] if i in rows else before[i] for i in range(shape[0])])
-        if type(rows) is Places:
+        if depth > 1:
             content = content.reshape(v.shape)
     assert type(content) is Value and content._type == v._type
     v._value, v._flags = content._value, content._flags

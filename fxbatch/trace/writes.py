@@ -35,6 +35,7 @@ from fxbatch.trace.values import (
     Value,
     Written,
     WrittenTensor,
+    depth_of,
     is_stale,
     new_value,
     place_in,
@@ -323,9 +324,8 @@ def _place_shown(v: Value) -> tuple[Value, tuple[int, ...]] | None:
     """Which row of which value a view is, `x[i]`, `x[i][j]` or `x[i, j]`; None for other views."""
     place: tuple[int, ...] = ()
     while (view := view_of(v)) is not None:
-        if view.call is None or view.call[0] is not GETITEM:
-            return None
-        at = place_in(view.source.shape, view.call[1][1])
+        index = view.call[1][1] if view.call is not None and view.call[0] is GETITEM else None
+        at = place_in(view.source.shape, index)
         if at is None:
             return None
         place, v = at + place, view.source
@@ -335,8 +335,7 @@ def _place_shown(v: Value) -> tuple[Value, tuple[int, ...]] | None:
 def _write_row(v: Value, place: tuple[int, ...], row: Value) -> None:
     """Give a row of a value this content; the value's own is recorded when it is used as a whole."""
     rows = getattr(v, "_rows", None)
-    depth = rows.depth if type(rows) is Places else 1
-    if rows is None or depth != len(place):
+    if rows is None or depth_of(rows) != len(place):
         refresh(v)
         rows = v._rows = {} if len(place) == 1 else Places(len(place))
     rows[row_number(v.shape, place)] = new_value(
@@ -355,25 +354,23 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
         return False
     v = target if type(target) is Value else recorder.constant(target)
     place = None if v is None else place_in(v.shape, index)
-    shown = None if v is None else _place_shown(v)
-    if v is None or place is None or shown is None:
+    if v is None or place is None:
         return False
     t = recorder.type_of(v)
-    if type(row) is float or type(row) is int:
-        if not t.dtype.is_floating_point and (type(row) is float or t.dtype is not torch.int64):
-            return False
-        row = recorder.number(float(row) if t.dtype.is_floating_point else row, t.dtype, t.device)
+    floating = t.dtype.is_floating_point
+    if (type(row) is int and (floating or t.dtype is torch.int64)) or (type(row) is float and floating):
+        row = recorder.number(float(row) if floating else row, t.dtype, t.device)
         row = row.expand(t.shape[len(place) :]) if len(place) < len(t.shape) else row
     if type(row) is not Value:
         return False
     of_row = recorder.type_of(refresh(row))
     if (t.shape[len(place) :], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
         return False
-    if not _counts_for_gradients(recorder) or (v is target and v._flags & CONSTANT):
+    if not _counts_for_gradients(recorder):
         return False
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
-        shown = _place_shown(v)
+    shown = _place_shown(v)
     if shown is None or shown[0]._flags & CONSTANT:
         return False
     whole, before = shown
@@ -397,12 +394,12 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     if view is None or view.call is None or view.call[0] is not GETITEM or view.source is not target:
         return False
     at = view.call[1][1]
-    if type(index) is int and type(at) is int:
-        if index != at and index + target.shape[0] != at:
-            return False
+    place = place_in(target.shape, index)
+    if place is None or place != place_in(target.shape, at):
+        return index is at
+    if len(place) == 1:
         _note_rows(target._recorder, target, row)
-        return True
-    return index is at
+    return True
 
 
 def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: str) -> Value:

@@ -57,7 +57,7 @@ def of_parser(few: int, many: int) -> float:
 
 
 def test_lines_of_a_phase_and_of_an_instance() -> None:
-    """In a process of its own: what other tests have left in caches costs a few lines."""
+    """In a process of its own: after other tests, a phase has once run two lines more."""
     code = f"from {__name__} import of_decoder; print(of_decoder(4, 16, 32), of_decoder(16, 16, 32))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     few, many = map(float, ran.stdout.split())
