@@ -197,6 +197,7 @@ def trace_with_sizes(
     Returns (graph module, shape environment): its guards say for which sizes the graph is the function.
     Checked: 2.13.0.
     """
+    from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
@@ -205,14 +206,25 @@ def trace_with_sizes(
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     # A cache of this environment's sizes alone: filling it takes longer than what is asked of it again.
     mode.cache_enabled = False
-    fakes = []
-    for tensor, dims in zip(tensors, dynamic, strict=True):
-        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
-        fakes.append(mode.from_tensor(tensor, symbolic_context=context))
+
+    def fake(place: int, x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        if not dims or type(x) is not torch.Tensor or not x.is_contiguous():
+            kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
+            context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
+            return mode.from_tensor(x, symbolic_context=context)
+        sizes: list[Any] = list(x.shape)  # a tensor of these sizes, at half of the time
+        for d in dims:
+            source = ConstantSource(f"size_{place}_{d}")
+            symbol = env.create_symbol(sizes[d], source, DimDynamic.DYNAMIC)
+            sizes[d] = env.create_symintnode(symbol, hint=sizes[d], source=source)
+        with mode:
+            return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+
+    fakes = [fake(i, x, dims) for i, (x, dims) in enumerate(zip(tensors, dynamic, strict=True))]
     with mode, inline_compiled_functions():
+        # "real", as the tensors are fakes already: it would make others of them.
         graph = make_fx(
-            function, tracing_mode="symbolic", pre_dispatch=True, decomposition_table=dict(decompositions)
+            function, tracing_mode="real", pre_dispatch=True, decomposition_table=dict(decompositions)
         )(*fakes)
     return graph, env
 

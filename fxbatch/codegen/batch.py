@@ -33,7 +33,7 @@ from fxbatch.codegen.body import (
     record,
     run,
 )
-from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node, size_argument
+from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node, run_graph, size_argument
 from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.torch_private import (
     FakeTensor,
@@ -230,11 +230,9 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
     """vmap over the groups; the dummy says how many rows there are when there are no groups."""
     count = len(groups)
-    without_rule = any(_is_elementwise_without_rule(node.target) for node in body.graph.nodes)
-    run = _ElementwiseInterpreter(body).run if without_rule else body
 
     def call(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(run(*tensors))
+        return tuple(run_graph(body, tensors, _called_under_vmap))
 
     dims = (0, *([0] * count), *([None] * len(weights)))
     return list(torch.func.vmap(call, in_dims=dims, randomness="different")(dummy, *groups, *weights))
@@ -245,13 +243,11 @@ def _is_elementwise_without_rule(target: Any) -> bool:
     return overload and torch.Tag.pointwise in target.tags and not has_vmap_rule(target)
 
 
-class _ElementwiseInterpreter(fx.Interpreter):
-    """Runs a body in vmap; elementwise calls that vmap has no rule for are made on the whole batch."""
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> object:
-        if _is_elementwise_without_rule(target):
-            return elementwise_under_vmap(target, *args, **kwargs)
-        return super().call_function(target, args, kwargs)
+def _called_under_vmap(target: Any, args: Any, kwargs: Any) -> Any:
+    """A call; one for each element that vmap has no rule for is made on the whole batch."""
+    if _is_elementwise_without_rule(target):
+        return elementwise_under_vmap(target, *args, **kwargs)
+    return target(*args, **kwargs)
 
 
 def _unify(

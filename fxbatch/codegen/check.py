@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
-from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref
+from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, run_graph
 from fxbatch.ir import Signature, TensorSpec
 from fxbatch.judge import Differences, Draw, dense, differences, draws, on_common_rows
 from fxbatch.torch_private import QuietDispatchMode
@@ -229,7 +229,7 @@ class _Check:
     def _batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         graphs, shared = self.graphs, self.eager.shared
         groups = _grouped(graphs, inputs)
-        results = list(graphs.forward(n, *groups, *shared))
+        results = list(_given(graphs.forward, n, *groups, *shared))
         width = len(graphs.signature.outputs)
         tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
         pick: Callable[[Sequence[Ref]], Rows] = lambda refs: [tensors[r.kind][r.index] for r in refs]  # noqa: E731
@@ -237,14 +237,16 @@ class _Check:
         shared_grads: list[torch.Tensor | None] = [None] * len(shared)
         if graphs.backward is not None:
             starts = [given[i] for i in graphs.grad_outputs]
-            outputs_and_saved = list(graphs.backward(n, *starts, *pick(graphs.backward_inputs), *shared))
+            outputs_and_saved = list(
+                _given(graphs.backward, n, *starts, *pick(graphs.backward_inputs), *shared)
+            )
             for index, grad in zip(graphs.grad_groups, outputs_and_saved, strict=False):
                 members = graphs.layout.groups[index]
                 for i, m in enumerate(members):
                     input_grads[m] = grad if len(members) == 1 else grad[:, i]
             tensors["extra"] = outputs_and_saved[len(graphs.grad_groups) :]
         if graphs.parameters is not None:
-            grads = graphs.parameters(n, *pick(graphs.parameter_inputs), *shared)
+            grads = _given(graphs.parameters, n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
                 shared_grads[index] = grad
         saved, types = (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types)
@@ -319,6 +321,11 @@ class _Check:
                 )
 
             self.on(integers, 3, high)
+
+
+def _given(graph: Callable[..., Any], *operands: object) -> Any:
+    """What a graph gives, node by node: its code takes longer to be compiled than a few calls of it."""
+    return run_graph(graph, operands) if isinstance(graph, fx.GraphModule) else graph(*operands)
 
 
 def check_graphs(
@@ -419,7 +426,7 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     else:
         return
     operands = [*(x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)), *weights]
-    outputs = graphs.forward(3, *_grouped(graphs, inputs), *weights)[: len(reference.outputs)]
+    outputs = _given(graphs.forward, 3, *_grouped(graphs, inputs), *weights)[: len(reference.outputs)]
     by_autograd = gradients_of(outputs, numbers, operands)
     for i, (x, y) in enumerate(zip(by_autograd, reference.gradients, strict=True)):
         if x is not None and y is None:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxbatch.ir import Layout, Signature, TensorSpec, tensor_spec
 from fxbatch.torch_private import FakeTensor
@@ -129,6 +130,26 @@ def fit(a: int, b: int, sizes: tuple[int, int]) -> Size:
     return factor, a - factor * sizes[0]
 
 
+def _call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+def run_graph(module: fx.GraphModule, operands: Sequence[object], call: Callable[..., Any] = _call) -> Any:
+    """What a graph gives, node by node, without code that is compiled for it. call: makes the calls."""
+    values: dict[fx.Node, Any] = {}
+    given, of = iter(operands), values.__getitem__
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "get_attr":
+            values[node] = getattr(module, node.target)
+        elif node.op == "call_function":
+            values[node] = call(node.target, map_arg(node.args, of), map_arg(node.kwargs, of))
+        else:
+            return map_arg(node.args[0], of)
+    raise AssertionError("a graph without an output")
+
+
 def rows_node(graph: fx.Graph) -> fx.Node:
     """The placeholder `n`: it is always the first."""
     return next(iter(graph.nodes))
@@ -207,7 +228,7 @@ def evaluate(node: fx.Node) -> tuple[Any, Any]:
     results = []
     for i in (0, 1):
         pick = lambda x, i=i: x.meta["values"][i]  # noqa: E731
-        args, kwargs = fx.map_arg(node.args, pick), fx.map_arg(node.kwargs, pick)
+        args, kwargs = map_arg(node.args, pick), map_arg(node.kwargs, pick)
         results.append(_run(node.target, args, {**kwargs, **on_meta}))
     return results[0], results[1]
 

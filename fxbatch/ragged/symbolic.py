@@ -221,7 +221,6 @@ def _trace(
     try:
         with (
             recurrent_as_nodes(),
-            IndexByTensor(),
             functions_refused(NoPackedForm),
             _sizes_of_fakes((body, *code)),
         ):
@@ -472,7 +471,7 @@ _ONES = (1, (1,), (1, 1), [1], [1, 1])
 
 def _watched(body: Function, flags_known: bool) -> Function:
     def run(*tensors: torch.Tensor) -> object:
-        with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
+        with IndexByTensor(), _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
 
     return run
