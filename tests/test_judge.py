@@ -6,7 +6,7 @@ The wrong pair is small numbers beside a large one: [1000, 9, -7, 0] for [1000, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -147,6 +147,20 @@ def test_outcomes_are_judged_by_several_draws() -> None:
     batched.gradients["w"] *= 10
     assert list(judge(batched, loop, exact, draw).differences) == ["w"]
     assert seeds == [1, 2, 1, 2, 3]
+
+
+def test_equal_numbers_need_no_referee() -> None:
+    nan = torch.tensor([1.0, float("nan")])
+
+    def asked() -> Iterator[Draw]:
+        raise AssertionError("no draw is needed")
+        yield
+
+    leaves = [torch.ones(3), torch.tensor([1, 2]), torch.empty(0)]
+    assert not differences([x.clone() for x in leaves], leaves, asked())
+    assert differences([nan], [torch.tensor([1.0, 2.0])], [])
+    assert not differences([nan.clone()], [nan], [])
+    assert differences([torch.ones(3).double()], [torch.ones(3)], [])
 
 
 # Its callers

@@ -305,18 +305,19 @@ class PackedForward:
             body.trackers = trackers(self.root)
         shared = [s.resolve() for s in examined.shared]
 
-        def calls_of(i: int) -> tuple[BodyRun, int]:
+        def calls_of(i: int, *, plain: bool) -> tuple[BodyRun, int]:
             types = [TensorSpec.of(t) for t in [*[c[i] for c in columns.tensors], *columns.whole]]
             with WithoutPlainSizes() as mode, IndexByTensor():
                 outcome = run_on_fakes(
-                    body.once, types, shared, grad=torch.is_grad_enabled(), loops=bool(self.options.plain)
-                )
+                    body.once, types, shared, grad=torch.is_grad_enabled(), plain=plain,
+                    loops=bool(self.options.plain),
+                )  # fmt: skip
             return outcome, mode.calls
 
-        outcome, calls = calls_of(example)
-        others = _unlike(columns.sizes(dynamic), example)
-        if others and len({calls, *(calls_of(i)[1] for i in others)}) == 3:
+        three = [example, *_unlike(columns.sizes(dynamic), example)]
+        if len(three) == len({calls_of(i, plain=True)[1] for i in three}) == 3:
             raise NoPackedForm("it makes another number of calls for each size, as a loop does")
+        outcome, _ = calls_of(example, plain=False)
         if (changed := body.changed()) or outcome.written or outcome.written_shared or not outcome.outputs:
             raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)

@@ -37,6 +37,7 @@ TRIAL = 0.25  # of the loop's time, after which no further instance of a trial i
 MET = 0.75  # of the loop's time, after which none is, what is met for the first time counted
 FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
+TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
 HOPELESS = 2.0  # times the loop's, above which none is
 WARN = 10  # minibatches by the loop after which a warning says so
 
@@ -130,10 +131,12 @@ class _Case:
         longer than the loop."""
         timing, begun, ready = self.batch[-1], self.begun, self.ready
         self.begun = timing.instances
-        if timing.instances < self.size:
-            return timing.instances >= LEARNING * begun
-        self.ready = not timing.building
         loop, batch = self._medians()
+        if timing.instances < self.size:
+            # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
+            hopeless = begun and timing.forward + timing.backward > TOO_LONG * loop * self.size
+            return not hopeless and timing.instances >= LEARNING * begun
+        self.ready = not timing.building
         ratio = batch / loop if loop else 0.0
         return ratio <= HOPELESS and (bool(timing.building) or (ratio > 1.0 and not ready))
 

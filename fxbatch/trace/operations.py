@@ -262,6 +262,10 @@ class BodyError(Exception):
     """The body can't be an operation; the message is the reason."""
 
 
+class TooManyCallsError(BodyError):
+    """A body whose parts batch better than it does."""
+
+
 @dataclass(frozen=True)
 class BodyRun:
     """Results, writes and reasons of one run of a body on fake tensors."""
@@ -366,11 +370,12 @@ class _CallWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.left -= 1
         if self.left < 0:
-            raise BodyError(f"calls torch more than {self.most} times: its parts batch better")
+            raise TooManyCallsError(f"calls torch more than {self.most} times: its parts batch better")
         for key in [(func, id(x)) for x in args if id(x) in self.weights]:
             self.uses[key] = self.uses.get(key, 0) + 1
             if self.uses[key] > MOST_USES:
-                raise BodyError(f"loops over {function_name(func)}: the steps of all instances batch better")
+                name = function_name(func)
+                raise TooManyCallsError(f"loops over {name}: the steps of all instances batch better")
         if func in self.data:  # what is written to it is noticed then
             return args[0].detach()
         if func in _RECURRENT and _has_steps(*args):
@@ -412,8 +417,10 @@ def run_on_fakes(
     the same weight again and again.
     """
     with building(), without_saved_tensor_hooks(), outside_functorch():
-        if plain and (outcome := _run_without_memory(body, inputs, shared, grad=grad, most=most)) is not None:
-            return outcome
+        if plain:
+            outcome = _run_without_memory(body, inputs, shared, grad=grad, most=most, loops=loops)
+            if outcome is not None:
+                return outcome
         try:
             return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most, loops=loops)
         except RuntimeError as error:
@@ -444,6 +451,7 @@ def _run_without_memory(
     *,
     grad: bool,
     most: int | None = None,
+    loops: bool = True,
 ) -> BodyRun | None:
     """The BodyRun of torch's own code, or plain code, on tensors of the device "meta"; None where it does not run on
     these, or they could say something else than tensors of the real device."""
@@ -467,8 +475,10 @@ def _run_without_memory(
         before, operands_before = [t._version for t in tensors], [t._version for t in operands]
         try:
             of_factories = _META if device == torch.get_default_device() else nullcontext()
-            with of_factories, watch, _CallWatch(most, (), device):
+            with of_factories, watch, _CallWatch(most, () if loops else operands, device):
                 result = body(list(tensors), list(operands))
+        except TooManyCallsError:
+            raise
         except Exception:  # noqa: BLE001 - fake tensors say what is wrong, if anything is
             return None
         leaves = [x for x in tree_leaves(result) if x is not None]  # a write gives none

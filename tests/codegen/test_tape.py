@@ -12,9 +12,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxbatch.codegen import batch
-from fxbatch.codegen.body import record, run
+from fxbatch.codegen.body import as_graph, record, run
 from fxbatch.codegen.built import forget
-from fxbatch.codegen.operation_graphs import Unbatched
+from fxbatch.codegen.operation_graphs import Unbatched, run_graph
 from fxbatch.torch_private import FakeTensorMode
 from tests.codegen.operation_cases import build
 
@@ -112,3 +112,16 @@ def test_what_is_recorded_once() -> None:
     assert batch.only_device(draws, ()) is None
     cast = replace(signature, modes=replace(signature.modes, autocast=(("cpu", torch.bfloat16),)))
     assert batch.only_device(cast, ()) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_graph_node_by_node_gives_what_its_code_gives(name: str) -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        graph = as_graph(record(CASES[name], [mode.from_tensor(t) for t in (x, w)]))
+    with torch.no_grad():
+        ours, code = run_graph(graph, [x, w]), graph(x, w)
+    for a, b in zip(ours, code, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ZeroDivisionError):
+        run_graph(graph, [x, w], lambda *_: 1 / 0)

@@ -12,9 +12,10 @@ from torch.autograd import Variable
 import fxbatch
 from fxbatch.errors import ResultError
 from fxbatch.ragged import symbolic
+from fxbatch.runtime import packed_forward
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
-from fxbatch.trace import state
+from fxbatch.trace import operations, state
 from fxbatch.trace.state import sizes_of
 from tests.oracle import assert_same, check_equal
 from tests.trust.programs import model
@@ -176,9 +177,19 @@ def test_a_loop_over_the_rows_is_not_traced_at_all(monkeypatch: pytest.MonkeyPat
         return h
 
     made = model(forward, {"l": nn.Linear(8, 8)}, adaptive=False)
-    traces = _traces(monkeypatch)
+    traces, fakes = _traces(monkeypatch), []
+    plain = packed_forward.run_on_fakes
+    on_fakes = operations._run_on_fakes
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(operations, "_run_on_fakes", lambda *a, **k: fakes.append(a) or on_fakes(*a, **k))
+            return plain(*args, **kwargs)
+
+    monkeypatch.setattr(packed_forward, "run_on_fakes", counted)
     check_equal(made, [torch.randn(t, 8) for t in (4, 7, 3, 6)])
     assert not traces
+    assert not fakes  # tensors without memory say as much
 
 
 def test_instances_that_the_first_graph_is_not_for_get_another() -> None:
@@ -240,6 +251,23 @@ def test_sizes_in_python_as_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
         if here is not None and there is not None:
             assert here[0].tolist() == there[0].tolist() == [list(t.shape) for t in column]
             assert here[1] == there[1]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_symbols_are_of_the_sizes_strides_and_flags_of_the_example(grad: bool, transposed: bool) -> None:
+    x = torch.randn(5, 3).t() if transposed else torch.randn(3, 5)
+    seen: list[torch.Tensor] = []
+
+    def body(x: torch.Tensor) -> list[torch.Tensor]:
+        seen.append(x)
+        return [x + 1]
+
+    symbolic.SizedGraph(body, [x.requires_grad_(grad)], ((0,),))
+    (fake,) = seen
+    assert fake.requires_grad is grad and fake.dtype is x.dtype and fake.device == x.device
+    assert type(fake.shape[0]) is torch.SymInt and fake.shape[1] == 5
+    assert [int(s) for s in fake.stride()] == list(x.stride())
 
 
 def test_a_loop_over_the_size_is_recorded() -> None:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import MET, RETIMED, SCOUTS, TRIAL, Choice, Strategy, Trial
+from fxbatch.runtime.strategy import MET, RETIMED, SCOUTS, TOO_LONG, TRIAL, Choice, Strategy, Trial
 from fxbatch.stopwatch import Timing, building
 from fxbatch.trace.state import current_recorder
 from tests.clock import Clock
@@ -201,6 +201,22 @@ def test_a_minibatch_that_takes_far_longer_than_the_loop_is_not_timed_again() ->
     times = Times(1.0, 50.0)
     times.building = iter([0.5] * 1000)
     assert loops(Strategy(), 64, times, 40) == [False] * 2 + [True] * 38
+
+
+def test_a_few_instances_that_take_far_longer_than_the_loop_for_all_are_tried_twice() -> None:
+    """In the first trial all is new; more instances are begun in each."""
+
+    def trials(seconds: float) -> int:
+        strategy = Strategy()
+        for number, begun in enumerate((SCOUTS, 2, 8, 32)):
+            timing = strategy.choose(64, grad=False).timing
+            if timing is None or (number and timing.instances < 64):  # the loop, or scouts anew
+                return number - 1
+            timing.instances, timing.forward = begun, seconds if number else float(begun)
+        return 3
+
+    assert trials(TOO_LONG * 64) == 3
+    assert trials(TOO_LONG * 64 + 1) == 2
 
 
 def test_the_first_minibatch_for_which_nothing_is_built_has_caches_to_fill() -> None:

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.ir import TensorSpec
-from fxbatch.trace.operations import BodyRun, _run_without_memory, is_torchs_own, run_on_fakes
+from fxbatch.trace.operations import (
+    BodyRun,
+    TooManyCallsError,
+    _run_without_memory,
+    is_torchs_own,
+    run_on_fakes,
+)
 
 Body = Callable[[Any, Any], Any]
 WEIGHT = nn.Parameter(torch.randn(3, 4))
@@ -106,7 +112,8 @@ def test_layers_are_those_of_fake_tensors(layer: nn.Module, grad: bool) -> None:
 def test_calls_of_torch_are_counted() -> None:
     body: Body = lambda t, s: [t[0].tanh() for _ in range(9)]  # noqa: E731
     assert _run_without_memory(body, KINDS, [], grad=True, most=9) is not None
-    assert _run_without_memory(body, KINDS, [], grad=True, most=8) is None
+    with pytest.raises(TooManyCallsError, match="more than 8 times"):  # and not again on fake tensors
+        _run_without_memory(body, KINDS, [], grad=True, most=8)
 
 
 def test_autocast_and_several_devices_are_for_fake_tensors() -> None:
