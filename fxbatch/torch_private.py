@@ -39,9 +39,6 @@ from torch._functorch import vmap as functorch_vmap
 
 # Checked against 2.11.0 and 2.13.0: operators that take functions, as cond and while_loop are.
 from torch._ops import HigherOrderOperator
-
-# Checked against 2.11.0 and 2.13.0: a fake tensor's twin without autograd, at a fifth of `detach()`.
-from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -406,11 +403,6 @@ def elementwise_under_vmap(function: Callable[..., Any], *args: Any, **kwargs: A
     return tree_map(lambda x: functorch._add_batch_dim(x, 0, level), result)
 
 
-def without_autograd(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same form that autograd knows nothing of."""
-    return fast_detach(x.fake_mode, x) if type(x) is FakeTensor else x.detach()
-
-
 @contextlib.contextmanager
 def no_vmap_fallback() -> Iterator[None]:
     """An operation without a batching rule raises, in place of a loop over rows. Checked: 2.11.0, 2.13.0."""
@@ -620,7 +612,7 @@ __all__ = [
     "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
     "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node", "children_of", "register_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "warning_handler", "without_module_trackers", "without_autograd",
+    "warning_handler", "without_module_trackers",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
     "apply_outside_functorch", "graph_task", "next_sequence_number", "sequence_number",
 ]  # fmt: skip

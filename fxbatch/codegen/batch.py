@@ -14,6 +14,7 @@ the time.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +43,6 @@ from fxbatch.torch_private import (
     elementwise_under_vmap,
     has_vmap_rule,
     no_vmap_fallback,
-    without_autograd,
 )
 
 aten = torch.ops.aten
@@ -232,22 +232,20 @@ def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.T
     count = len(groups)
 
     def call(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(run_graph(body, tensors, _called_under_vmap))
+        return tuple(run_graph(body, tensors, _under_vmap))
 
     dims = (0, *([0] * count), *([None] * len(weights)))
     return list(torch.func.vmap(call, in_dims=dims, randomness="different")(dummy, *groups, *weights))
 
 
-def _is_elementwise_without_rule(target: Any) -> bool:
+def _without_rule(target: Any) -> bool:
     overload = isinstance(target, torch._ops.OpOverload)
     return overload and torch.Tag.pointwise in target.tags and not has_vmap_rule(target)
 
 
-def _called_under_vmap(target: Any, args: Any, kwargs: Any) -> Any:
-    """A call; one for each element that vmap has no rule for is made on the whole batch."""
-    if _is_elementwise_without_rule(target):
-        return elementwise_under_vmap(target, *args, **kwargs)
-    return target(*args, **kwargs)
+def _under_vmap(target: object) -> Any:
+    """What calls a target: elementwise calls that vmap has no rule for are made on the whole batch."""
+    return functools.partial(elementwise_under_vmap, target) if _without_rule(target) else target
 
 
 def _unify(
@@ -346,7 +344,7 @@ class _Unifier:
 def _form(value: object) -> object:
     """A value without what autograd knows of it."""
     if isinstance(value, torch.Tensor):
-        return without_autograd(value) if value.requires_grad else value
+        return value.detach() if value.requires_grad else value
     return type(value)(map(_form, value)) if isinstance(value, (list, tuple)) else value
 
 

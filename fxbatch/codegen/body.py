@@ -40,7 +40,6 @@ from fxbatch.torch_private import (
     QuietDispatchMode,
     native_kernels,
     run_backward,
-    without_autograd,
 )
 from fxbatch.trace.operations import data_of_tensors
 from fxbatch.trace.state import entered_modes
@@ -212,7 +211,7 @@ class _Recorder(QuietDispatchMode):
         earlier = self.results.get(id(x))
         if earlier is not None:
             before = self.calls[earlier.index]
-            self.calls[earlier.index] = replace(before, value=without_autograd(x))
+            self.calls[earlier.index] = replace(before, value=x.detach())
 
 
 _NORMS = (aten.native_layer_norm.default, aten.native_group_norm.default)

@@ -229,7 +229,7 @@ class _Check:
     def _batched(self, inputs: Rows, given: Rows, n: int) -> ValuesAndGradients:
         graphs, shared = self.graphs, self.eager.shared
         groups = _grouped(graphs, inputs)
-        results = list(_given(graphs.forward, n, *groups, *shared))
+        results = list(_result_of(graphs.forward, n, *groups, *shared))
         width = len(graphs.signature.outputs)
         tensors = {"group": groups, "output": results[:width], "saved": results[width:], "extra": []}
         pick: Callable[[Sequence[Ref]], Rows] = lambda refs: [tensors[r.kind][r.index] for r in refs]  # noqa: E731
@@ -238,7 +238,7 @@ class _Check:
         if graphs.backward is not None:
             starts = [given[i] for i in graphs.grad_outputs]
             outputs_and_saved = list(
-                _given(graphs.backward, n, *starts, *pick(graphs.backward_inputs), *shared)
+                _result_of(graphs.backward, n, *starts, *pick(graphs.backward_inputs), *shared)
             )
             for index, grad in zip(graphs.grad_groups, outputs_and_saved, strict=False):
                 members = graphs.layout.groups[index]
@@ -246,7 +246,7 @@ class _Check:
                     input_grads[m] = grad if len(members) == 1 else grad[:, i]
             tensors["extra"] = outputs_and_saved[len(graphs.grad_groups) :]
         if graphs.parameters is not None:
-            grads = _given(graphs.parameters, n, *pick(graphs.parameter_inputs), *shared)
+            grads = _result_of(graphs.parameters, n, *pick(graphs.parameter_inputs), *shared)
             for index, grad in zip(graphs.grad_shared, grads, strict=True):
                 shared_grads[index] = grad
         saved, types = (*results[width:], *tensors["extra"]), (*graphs.saved_types, *graphs.extra_types)
@@ -323,7 +323,7 @@ class _Check:
             self.on(integers, 3, high)
 
 
-def _given(graph: Callable[..., Any], *operands: object) -> Any:
+def _result_of(graph: Callable[..., Any], *operands: object) -> Any:
     """What a graph gives, node by node: its code takes longer to be compiled than a few calls of it."""
     return run_graph(graph, operands) if isinstance(graph, fx.GraphModule) else graph(*operands)
 
@@ -426,7 +426,7 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     else:
         return
     operands = [*(x.requires_grad_(need) for x, need in zip(inputs, needs, strict=True)), *weights]
-    outputs = _given(graphs.forward, 3, *_grouped(graphs, inputs), *weights)[: len(reference.outputs)]
+    outputs = _result_of(graphs.forward, 3, *_grouped(graphs, inputs), *weights)[: len(reference.outputs)]
     by_autograd = gradients_of(outputs, numbers, operands)
     for i, (x, y) in enumerate(zip(by_autograd, reference.gradients, strict=True)):
         if x is not None and y is None:

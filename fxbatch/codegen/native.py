@@ -54,11 +54,7 @@ def available() -> str:
     return "" if extension is not None else "the extension fxbatch.codegen._native was not built"
 
 
-def _nowhere(tensor: torch.Tensor, size: int) -> int | None:
-    return None
-
-
 # Where the `size` bytes from a tensor's first element on are in this machine's memory; None where C must not look. All
 # pointers that C is given come from here. Subclasses (fake tensors), what a transform or functionalization wraps,
 # tensors on devices (meta), of a lazy sign, zero tensors without memory and storages that were given back have none.
-address: Callable[[torch.Tensor, int], int | None] = _nowhere if extension is None else extension.address
+address: Callable[[torch.Tensor, int], int | None] = getattr(extension, "address", lambda *_: None)

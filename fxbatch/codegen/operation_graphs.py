@@ -130,24 +130,20 @@ def fit(a: int, b: int, sizes: tuple[int, int]) -> Size:
     return factor, a - factor * sizes[0]
 
 
-def _call(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return target(*args, **kwargs)
-
-
-def run_graph(module: fx.GraphModule, operands: Sequence[object], call: Callable[..., Any] = _call) -> Any:
-    """What a graph gives, node by node, without code that is compiled for it. call: makes the calls."""
-    values: dict[fx.Node, Any] = {}
-    given, of = iter(operands), values.__getitem__
+def run_graph(
+    module: fx.GraphModule, operands: Sequence[object], by: Callable[[object], Any] = lambda x: x
+) -> Any:
+    """What a graph gives, node by node, without code that is compiled for it. by: what is called for a target."""
+    values: dict[fx.Node, object] = {}
+    left, of = iter(operands), values.__getitem__
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(left)
         elif node.op == "get_attr":
             values[node] = getattr(module, node.target)
         elif node.op == "call_function":
-            values[node] = call(node.target, map_arg(node.args, of), map_arg(node.kwargs, of))
-        else:
-            return map_arg(node.args[0], of)
-    raise AssertionError("a graph without an output")
+            values[node] = by(node.target)(*map_arg(node.args, of), **map_arg(node.kwargs, of))
+    return map_arg(module.graph.output_node().args[0], of)
 
 
 def rows_node(graph: fx.Graph) -> fx.Node:

@@ -96,7 +96,7 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
                 reason = error
         if by_items(e, node, values):
             return e.results(node, e.call(target, e.bound(node)))
-        if _by_rows(e, node, values):
+        if values and _fixed(node) and all(v.layout in (WHOLE, DENSE) for v in values):
             return batched_by_vmap(e, node)
         raise reason
 
@@ -132,10 +132,6 @@ def _flat(node: fx.Node) -> list[Any]:
     for x in (*node.args, *node.kwargs.values()):
         leaves += list(x) if isinstance(x, (list, tuple)) else [x]
     return leaves
-
-
-def _by_rows(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
-    return bool(values) and _fixed(node) and all(v.layout in (WHOLE, DENSE) for v in values)
 
 
 def whole(e: Emitter, node: fx.Node) -> Emitted:

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import TorchFunctionMode
 
 from fxbatch.codegen.body import IndexByTensor
 from fxbatch.ragged.expressions import (
@@ -48,7 +47,7 @@ from fxbatch.torch_private import (
     tree_flatten,
     without_symbols,
 )
-from fxbatch.trace.operations import data_of_tensors, one_hot_within
+from fxbatch.trace.operations import one_hot_within
 from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
 from fxbatch.trace.torch_patches import functions_refused
 
@@ -97,7 +96,9 @@ class SizedGraph:
                 original = _original(node.meta["val"].shape[d])
                 self.symbols.append(original)
                 self.free.append(expression(node.meta["val"].shape[d]))
-        self._refuse_specialised()
+                if not depends(self.free[-1]) and depends(original):
+                    text = f"its code needs a size as a plain number ({self.free[-1]} here), as a loop does"
+                    raise NoPackedForm(text)
         self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
@@ -106,11 +107,6 @@ class SizedGraph:
             raise NoPackedForm(f"its code asks about {error}") from None
         self.assumed: list[sympy.Basic] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
-
-    def _refuse_specialised(self) -> None:
-        for symbol, now in zip(self.symbols, self.free, strict=True):
-            if not depends(now) and depends(symbol):
-                raise NoPackedForm(f"its code needs a size as a plain number ({now} here), as a loop does")
 
     def unseen(self, size: object) -> bool:
         """Whether a size depends on values, as that of `x[mask]` does."""
@@ -299,18 +295,15 @@ _READ = ("grad", "grad_fn")
 _FLAGS = ("requires_grad", "is_leaf")
 
 
-class WithoutPlainSizes(TorchFunctionMode):
+class WithoutPlainSizes(IndexByTensor):
     """Functions that ask for sizes or values as plain numbers, by others that don't. It counts all functions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
-        self.data = data_of_tensors()
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.calls += 1
-        if func in self.data:  # of a detached one the graph knows where it comes from
-            return args[0].detach()
         if func in _POOLINGS and (dims := _whole_dimensions(*args, **(kwargs or {}))):
             return functools.reduce(_POOLINGS[func], dims, args[0])
         if func in (torch.max_pool1d, F.max_pool1d):
@@ -329,7 +322,7 @@ class WithoutPlainSizes(TorchFunctionMode):
             func is torch.where and len(args) == 1 and not kwargs
         ):
             func = functools.partial(_nonzero, func)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _Refused(WithoutPlainSizes):
@@ -471,7 +464,7 @@ _ONES = (1, (1,), (1, 1), [1], [1, 1])
 
 def _watched(body: Function, flags_known: bool) -> Function:
     def run(*tensors: torch.Tensor) -> object:
-        with IndexByTensor(), _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
+        with _Refused(_READ if flags_known else (*_READ, *_FLAGS)):
             return body(*tensors)
 
     return run

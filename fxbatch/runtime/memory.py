@@ -201,10 +201,6 @@ class Memory(Pieces):
             self._phases = RunColumns()
         return self._phases
 
-    def columns_of_values(self, whole: WholePlan | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Row, type and needs of gradients of all values, after a phase. whole: the plan of the only one."""
-        return self.phases.ran() if whole is None else whole.columns
-
     # -- types --------------------------------------------------------------------------------------
 
     def types_of(self, program: Program) -> np.ndarray:

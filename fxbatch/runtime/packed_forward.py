@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from fxbatch.caches import Cache, cached
-from fxbatch.codegen.body import IndexByTensor
 from fxbatch.errors import BatchCoupledError, FxbatchError
 from fxbatch.mistakes import report
 from fxbatch.ragged.batch_norm import batch_norm_as_nodes, trackers
@@ -307,7 +306,7 @@ class PackedForward:
 
         def calls_of(i: int, *, plain: bool) -> tuple[BodyRun, int]:
             types = [TensorSpec.of(t) for t in [*[c[i] for c in columns.tensors], *columns.whole]]
-            with WithoutPlainSizes() as mode, IndexByTensor():
+            with WithoutPlainSizes() as mode:
                 outcome = run_on_fakes(
                     body.once, types, shared, grad=torch.is_grad_enabled(), plain=plain,
                     loops=bool(self.options.plain),

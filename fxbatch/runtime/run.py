@@ -198,7 +198,9 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        self.value_row, self.value_type, self.value_needs = self.memory.columns_of_values(phase.whole_plan)
+        plan = phase.whole_plan
+        columns = self.memory.phases.ran() if plan is None else plan.columns
+        self.value_row, self.value_type, self.value_needs = columns
         if self.lasting and self.grad:
             trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
             phase.read = [(t, t._version) for t in (*trained, *self.read_back([phase]))]

@@ -28,6 +28,7 @@ from fxbatch.trace.module_changes import containers_of
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.table import SignatureTable
+from fxbatch.trace.things import Roots
 from fxbatch.trace.values import Value
 
 Owners = dict[int, tuple[torch.nn.Module, str]]
@@ -180,7 +181,7 @@ class KnownModel:
     def __init__(self, forward: Callable[..., object] | None, model: torch.nn.Module | None) -> None:
         self.model = model
         self.places = None if model is None else places_of_modules(list(model.modules()))
-        self.reads = Reads.of_forward(forward, model)  # what the code of the forward and of its modules reads
+        self.reads = Reads(Roots(model, "forward", forward, loose=True))  # what the code of all of it reads
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
         self.ids: Cache[bytes, np.ndarray] = Cache("traces")
 

@@ -508,7 +508,7 @@ def _run_on_fakes(
         fake_shared = [_fake_shared(mode, s) for s in shared]
         before = [f._version for f in fakes]
         shared_before = [f._version for f in fake_shared]
-        states = _python_random_states()
+        states = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
             with watch, _CallWatch(most, () if loops else fake_shared):
@@ -574,10 +574,6 @@ def _outcome(
         random=drew_random,
         gradients=tuple(gradients),
     )
-
-
-def _python_random_states() -> tuple[object, Any]:
-    return random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
 
 
 def _restore_python_random(states: tuple[Any, Any]) -> bool:

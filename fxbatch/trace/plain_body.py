@@ -813,7 +813,8 @@ class Walk:
                 self._assign(base, frozenset().union(*args), scope)
         if any(isinstance(a, ast.Starred) for a in e.args) or any(k is None for k, _ in kwargs):
             everything: Things = frozenset().union(DATA, *args, *(v for _, v in kwargs))
-            return self._call(called, (*args[: _first_starred(e.args)], everything), named, spread=True)
+            first = next((i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)), len(args))
+            return self._call(called, (*args[:first], everything), named, spread=True)
         return self._call(called, args, named)
 
     def _special_call(self, e: ast.Call, name: str, args: list[Things], scope: Scope) -> Things | None:
@@ -846,10 +847,6 @@ class Walk:
             self._once(("super", id(cls), id(t.object)), functools.partial(Parent, cls, t.object), "super()")
             for t in owners - DATA
         )
-
-
-def _first_starred(args: list[Any]) -> int:
-    return next((i for i, a in enumerate(args) if isinstance(a, ast.Starred)), len(args))
 
 
 def _is_none(e: object) -> bool:

@@ -89,11 +89,6 @@ class Reads:
             return Reads.of_module(function)
         return Reads(Roots(None, "forward", function))
 
-    @staticmethod
-    def of_forward(function: object, module: torch.nn.Module | None) -> Reads:
-        """Of a forward that is traced through: what can be compared of all that it reads."""
-        return Reads(Roots(module, "forward", function, loose=True))
-
     def again(self) -> Reads:
         """A new look at the body, as things are now."""
         changed = [x for x in self.items if not x.holds()]

@@ -305,7 +305,11 @@ def trace_instance(
         recording.held.abandon()
         reason = "the forward writes to a tensor that outlives it"
     brought = [t for rows in recorder.payload.values() for t in rows if isinstance(t, torch.Tensor)]
-    written = [x.path for x, now in changed if not (isinstance(now, torch.Tensor) and _is_result(x.value))]
+    # What held nothing yet, or a tensor, is state that a forward sets before it reads it.
+    state = torch.Tensor | None | type(MISSING)
+    written = [
+        x.path for x, now in changed if not isinstance(now, torch.Tensor) or not isinstance(x.value, state)
+    ]
     if written:
         reason = f"the forward changes {written[0]}"
     elif recording.statistics.suspensions:
@@ -318,11 +322,6 @@ def trace_instance(
     elif any(t.requires_grad for t in brought):
         reason = "the instance brings tensors that require gradients"
     return _trace(recording, table, model, reason, under)
-
-
-def _is_result(x: object) -> bool:
-    """Whether an attribute held nothing yet, or a tensor: state that a forward sets before it reads it."""
-    return x is MISSING or x is None or isinstance(x, torch.Tensor)
 
 
 def _random_states() -> list[torch.Tensor]:

@@ -209,8 +209,9 @@ def test_a_few_instances_that_take_far_longer_than_the_loop_for_all_are_tried_tw
     def trials(seconds: float) -> int:
         strategy = Strategy()
         for number, begun in enumerate((SCOUTS, 2, 8, 32)):
-            timing = strategy.choose(64, grad=False).timing
-            if timing is None or (number and timing.instances < 64):  # the loop, or scouts anew
+            choice = strategy.choose(64, grad=False)
+            timing = choice.timing
+            if timing is None or (number and choice.scouts):  # the loop
                 return number - 1
             timing.instances, timing.forward = begun, seconds if number else float(begun)
         return 3
