@@ -134,7 +134,7 @@ class _Case:
         loop, batch = self._medians()
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
-            hopeless = begun and timing.forward + timing.backward > TOO_LONG * loop * self.size
+            hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
             return not hopeless and timing.instances >= LEARNING * begun
         self.ready = not timing.building
         ratio = batch / loop if loop else 0.0
