@@ -198,8 +198,7 @@ class Run:
                 self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        plan = phase.whole_plan
-        columns = self.memory.phases.ran() if plan is None else plan.columns
+        columns = self.memory.phases.ran() if phase.whole_plan is None else phase.whole_plan.columns
         self.value_row, self.value_type, self.value_needs = columns
         if self.lasting and self.grad:
             trained = [t for shared in self.memory.shared.values() for t in shared if t.requires_grad]
