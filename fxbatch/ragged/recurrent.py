@@ -1,28 +1,26 @@
 """torch's recurrent layers as one node of a traced body, whatever the number of steps.
 
-In: a body that calls nn.LSTM, nn.GRU or nn.RNN on fake tensors. Out: a node, which has a rule in `rules_sequences.py`.
+In: a call of nn.LSTM, nn.GRU or nn.RNN on fake tensors. Out: a node, which has a rule in `rules_sequences.py`.
 Torch runs these layers on fake tensors step by step, which needs the number of steps as a plain number.
 
-    with recurrent_as_nodes():
-        trace(body)
+    OneSymbolicSequence()(torch.gru, (x, hx, ...))
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from fxbatch.torch_private import FakeTensor
+from fxbatch.trace.one_sequence import RECURRENT, OneSequenceOfForm
 
 NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ARGUMENTS = (
     "Tensor[] params, bool has_biases, int num_layers, float dropout, bool train, bool bidirectional, "
     "bool batch_first"
 )
-_lock = threading.Lock()
 _library = torch.library.Library("fxbatch_ragged", "DEF")
 _library.define(f"lstm(Tensor input, Tensor[] hx, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 for _name in NAMES[1:]:
@@ -47,28 +45,17 @@ for _name in NAMES:
 NODES: dict[object, torch._ops.OpOverload] = {
     getattr(torch.ops.fxbatch_ragged, name).default: getattr(torch.ops.aten, name).input for name in NAMES
 }  # the node in a graph -> what runs
+_NODE_OF = dict(zip(RECURRENT, NODES, strict=True))
 
 
-@contextlib.contextmanager
-def recurrent_as_nodes() -> Iterator[None]:
-    """Recurrent layers on fake tensors are one node; on others what they always are, in any thread."""
-    functions: object = torch._VF
-    with _lock:
-        for name in NAMES:
-            setattr(functions, name, _one_node(name, getattr(functions, name)))
-        try:
-            yield
-        finally:
-            for name in NAMES:
-                delattr(functions, name)
+class OneSymbolicSequence(OneSequenceOfForm):
+    """Recurrent layers as nodes."""
 
+    def layer(self, func: Any) -> Any:
+        return _NODE_OF[func]
 
-def _one_node(name: str, plain: Callable[..., object]) -> Callable[..., object]:
-    node: Callable[..., object] = getattr(torch.ops.fxbatch_ragged, name).default
-
-    def call(*args: object) -> object:
-        if isinstance(args[0], FakeTensor) and len(args) == 9 and isinstance(args[2], (list, tuple)):
-            return node(*args)
-        return plain(*args)
-
-    return call
+    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+        plain = func in RECURRENT and len(args) == 9 and type(args[3]) is bool
+        return (
+            _NODE_OF[func](*args) if plain and type(args[0]) is FakeTensor else super().__call__(func, args)
+        )

@@ -37,7 +37,7 @@ from fxbatch.ragged.expressions import (
     expression,
     know_numbers,
 )
-from fxbatch.ragged.recurrent import recurrent_as_nodes
+from fxbatch.ragged.recurrent import OneSymbolicSequence
 from fxbatch.torch_private import (
     FakeTensor,
     composite_operators,
@@ -216,7 +216,6 @@ def _trace(
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            recurrent_as_nodes(),
             functions_refused(NoPackedForm),
             _sizes_of_fakes((body, *code)),
         ):
@@ -301,6 +300,7 @@ class WithoutPlainSizes(IndexByTensor):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        self.one = OneSymbolicSequence()
 
     def __torch_function__(self, func: Function, types: object, args: Any = (), kwargs: Any = None) -> object:
         self.calls += 1
@@ -322,6 +322,8 @@ class WithoutPlainSizes(IndexByTensor):
             func is torch.where and len(args) == 1 and not kwargs
         ):
             func = functools.partial(_nonzero, func)
+        elif func in self.one.calls and (result := self.one.of(func, args, kwargs or {})) is not None:
+            return result
         return super().__torch_function__(func, types, args, kwargs)
 
 

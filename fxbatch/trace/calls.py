@@ -42,6 +42,7 @@ from fxbatch.trace.arguments import (
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
+from fxbatch.trace.one_sequence import PACKED, OneSequence
 from fxbatch.trace.operations import (
     FUNCTION,
     LIFTS,
@@ -95,13 +96,6 @@ class Known:
     result: object
 
 
-# What torch.nn.utils.rnn and recurrent layers call for a PackedSequence: they read numbers in C++. The recurrent ones
-# take 9 arguments, of which the fourth is the parameters where the first two are a packed sequence.
-_PACKED = frozenset({
-    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch._pack_padded_sequence, torch._pad_packed_sequence,
-})  # fmt: skip
-
-
 UNFILLED: dict[object, Callable[..., object]] = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros, torch.empty_like: torch.zeros_like,
 }  # fmt: skip
@@ -136,6 +130,8 @@ def call_function(
             return result
     elif func is SETITEM and (stores_what_is_there(args) or set_row(recorder, args)):
         return None
+    elif func in PACKED and not kwargs and (result := OneSequence()(func, args)) is not None:
+        return result
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
         found = call_lifted(recorder, func, args)
@@ -337,7 +333,7 @@ def function_entry(
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
     _refuse_running_statistics(made.target, arguments.args, arguments.kwargs)
-    if made.target in _PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
+    if made.target in PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
         return "reads batch sizes of a packed sequence"
     template, inputs = arguments.template(), arguments.types()
     if examined is not None:

@@ -10,6 +10,7 @@ A body runs once on fake tensors, to learn what it gives; torch's own functions 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import random
@@ -44,6 +45,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
     without_saved_tensor_hooks,
 )
+from fxbatch.trace.one_sequence import RECURRENT, OneSequenceOfForm
 
 TORCH_MODULE = "a torch.nn module (rule 1)"
 PLAIN_MODULE = "a submodule called with tensors and plain scalars (rule 2)"
@@ -308,9 +310,6 @@ _OF_MEMORY = named_functions(
 ) | {getattr(torch.Tensor, name).__get__ for name in ("_version", "_base", "_cdata", "output_nr")}
 
 
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-
-
 def _has_steps(x: Any, *rest: Any) -> bool:
     """Whether a recurrent layer is given several steps; the fourth argument of a packed sequence is its weights."""
     return len(rest) == 8 and type(rest[2]) is bool and x.dim() == 3 and x.shape[rest[-1]] > 1
@@ -322,6 +321,11 @@ def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
     first, *states = layer(x.narrow(along, 0, 1), *rest)
     shape = [*first.shape[:along], x.shape[along], *first.shape[along + 1 :]]
     return (first.expand(shape).clone(), *states)
+
+
+class _ByOneStep(OneSequenceOfForm):
+    def layer(self, func: Any) -> Any:
+        return functools.partial(_by_one_step, func)
 
 
 MOST_USES = 16  # of one weight in a forward that is packed
@@ -361,6 +365,7 @@ class _CallWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.device = device
+        self.one = _ByOneStep()
         self.data = data_of_tensors()
         self.left = math.inf if most is None else most
         self.most = most
@@ -378,8 +383,10 @@ class _CallWatch(TorchFunctionMode):
                 raise TooManyCallsError(f"loops over {name}: the steps of all instances batch better")
         if func in self.data:  # what is written to it is noticed then
             return args[0].detach()
-        if func in _RECURRENT and _has_steps(*args):
+        if func in RECURRENT and _has_steps(*args):
             return _by_one_step(func, *args)
+        if func in self.one.calls and (result := self.one.of(func, args, kwargs or {})) is not None:
+            return result
         if self.device is not None:
             if func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1)):
                 return _OF_DEVICE[func](self.device)

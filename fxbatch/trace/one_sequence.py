@@ -1,0 +1,129 @@
+"""Packed sequences of one sequence: what torch.nn.utils.rnn and recurrent layers call for them, without batch sizes.
+
+In: such a call, which would read its batch sizes as numbers in C++. Out: what it gives, by calls that batch. A forward
+of one instance has one sequence to pack; where it packs several, they run as torch has them.
+
+    OneSequence()(torch.gru, (steps, sizes, hx, ...))   # torch.gru(steps.unsqueeze(1), hx, ...), without dimension 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+RECURRENT: tuple[Any, ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_SELECT = torch.Tensor.index_select  # by the order of lengths
+PACKED = frozenset({*RECURRENT, torch._pack_padded_sequence, torch._pad_packed_sequence, _SELECT})
+
+
+class OneSequence:
+    """Makes the calls of PACKED."""
+
+    def length(self, lengths: Any) -> Any:
+        """How long the only sequence is; None where there are several."""
+        return int(lengths) if lengths.numel() == 1 else None
+
+    def lengths(self, n: Any) -> torch.Tensor:
+        """The lengths of one sequence, int64 [1]."""
+        return torch.tensor([n], device="cpu")
+
+    def sizes(self, n: Any) -> Any:
+        """The batch sizes of one sequence, int64 [n]."""
+        return torch.ones(n, dtype=torch.int64, device="cpu")
+
+    def is_order(self, index: Any) -> bool:
+        """Whether an index is the order of one sequence, int64 [1]: zero."""
+        return type(index) is torch.Tensor and index.numel() == index.dim() == 1 and not index.item()
+
+    def layer(self, func: Any) -> Any:
+        """What runs a recurrent layer."""
+        return func
+
+    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+        """The result of a call; None where it is on none or several sequences, or torch will say what is wrong."""
+        x, sizes, *rest = args
+        if func is _SELECT:
+            return x.clone() if rest and x.shape[sizes] == 1 and self.is_order(rest[0]) else None
+        if func is torch._pack_padded_sequence:
+            along = 1 if rest[0] else 0
+            n = self.length(sizes) if x.dim() > 1 and x.shape[1 - along] == 1 else None
+            if n is None or not 0 < n <= x.shape[along]:
+                return None
+            steps = x.select(1 - along, 0)
+            return (steps if n == steps.shape[0] else steps.narrow(0, 0, n)).clone(), self.sizes(n)
+        recurrent = func in RECURRENT and len(rest) == 7 and isinstance(rest[1], (list, tuple))
+        if not (recurrent or func is torch._pad_packed_sequence) or sizes.shape[0] != x.shape[0]:
+            return None
+        if recurrent:
+            outputs, *states = self.layer(func)(x.unsqueeze(1), *rest, False)
+            return (outputs.squeeze(1), *states)
+        batch_first, value, total = rest
+        if total < x.shape[0]:
+            return None
+        if total > x.shape[0]:
+            x = torch.cat([x, x.new_full((total - x.shape[0], *x.shape[1:]), value)])
+        return x.unsqueeze(0 if batch_first else 1).clone(), self.lengths(sizes.shape[0])
+
+
+class BatchSizes:
+    """The batch sizes of one packed sequence of which forms alone are known: ones, as many as it has steps."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, n: Any) -> None:
+        self.shape = (n,)
+
+    def size(self, dim: int) -> Any:
+        return self.shape[dim]
+
+    def __getitem__(self, place: int) -> int:
+        if place:
+            raise NotImplementedError("a packed sequence's batch sizes are read")
+        return 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(f"{name} of a packed sequence's batch sizes")
+
+    @classmethod
+    def __torch_function__(cls, func: object, *_: object) -> Any:
+        raise NotImplementedError(f"{func} of a packed sequence's batch sizes")
+
+
+class OneSequenceOfForm(OneSequence):
+    """The same of tensors of which the forms alone are known; it notes which tensors were made of a length."""
+
+    calls = PACKED | {torch.tensor, torch.as_tensor, torch.sort}
+
+    def __init__(self) -> None:
+        self.told: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.order: torch.Tensor | None = None
+
+    def is_order(self, index: Any) -> bool:
+        return index is not None and index is self.order
+
+    def length(self, lengths: Any) -> Any:
+        return self.told[id(lengths)][1] if id(lengths) in self.told else None
+
+    def lengths(self, n: Any) -> torch.Tensor:
+        tensor = torch.full((1,), n, dtype=torch.int64, device="cpu")
+        self.told[id(tensor)] = tensor, n
+        return tensor
+
+    def sizes(self, n: Any) -> Any:
+        return BatchSizes(n)
+
+    def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a function in `calls`, None where it is as any other."""
+        if func in PACKED:
+            return None if kwargs else self(func, args)
+        x: Any = args[0] if args else None
+        if func is torch.sort:
+            if id(x) not in self.told:
+                return None
+            self.order = torch.zeros(1, dtype=torch.int64, device="cpu")
+            return x, self.order
+        one = isinstance(x, (list, tuple)) and len(x) == 1 and type(x[0]) in (int, torch.SymInt)
+        as_lengths = kwargs.get("dtype") in (None, torch.int64) and str(kwargs.get("device", "cpu")) == "cpu"
+        return self.lengths(x[0]) if one and as_lengths and len(args) == 1 else None
