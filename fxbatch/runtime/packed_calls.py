@@ -250,7 +250,7 @@ class PackedCalls:
 
         known: what is known of this minibatch's values; it grows.
         """
-        if not self.families:
+        if not self.families and known.number is None:
             return program
         return _at_hand(self.resolve_as_columns(table, program, known, grad=grad))
 
@@ -263,14 +263,15 @@ class PackedCalls:
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         if not (packed and _some_can_run(program, list(packed))) and not len(_readers(program, held)):
-            known.note(program)
-            return program
+            if known.number is None:
+                known.note(program)
+                return program
         work = _Resolution(program, known)
         self._run_packed(work, packed, grad=grad)
         if not held:
             return program
         work.take_rows()
-        return work.program_with_constants(table)
+        return work.program_left(table)
 
     def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
@@ -310,7 +311,7 @@ class PackedCalls:
         with torch.set_grad_enabled(grad and signature.modes.grad):
             if not family.checked and not self._agrees(family, list(map(list, columns)), shared):
                 return
-            outputs, z = function(columns, shared, function.columns_of(columns), columns[0][0].device)
+            outputs, z = function(columns, shared, function.columns_of(columns), signature.inputs[0].device)
             parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
         work.give(calls, [[(part, i) for i in range(z.n)] for part in parts])
 
@@ -345,7 +346,7 @@ class _Resolution:
     """A program of which some calls have run."""
 
     def __init__(self, program: Program, values: KnownValues) -> None:
-        self.program = program
+        self.program, self.known = program, values
         values.note(program)
         self.held, self.constant = values.held, values.constant
         self.resolved = np.zeros(len(program), dtype=bool)
@@ -369,22 +370,14 @@ class _Resolution:
             as_they_lie = len(column) == len(values) and all(
                 isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
             )
-            columns.append(column if as_they_lie else [self.tensor(v, t) for v in values])
+            columns.append(column if as_they_lie else [self.known.of(v, t) for v in values])
         return columns
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
         values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
         types = self.program.signatures[self.program.sig[c]].inputs
-        return [self.tensor(v, t) for v, t in zip(values, types, strict=True)]
-
-    def tensor(self, v: int, t: TensorSpec) -> torch.Tensor:
-        """The tensor that a value is, of this type."""
-        x = self.held[v] if v in self.held else self.constant[v]
-        if isinstance(x, tuple):
-            column, i = x
-            x = self.held[v] = column[i]
-        return x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
+        return [self.known.of(v, t) for v, t in zip(values, types, strict=True)]
 
     def give(self, calls: Sequence[int], parts: Sequence[Sequence[object]]) -> None:
         """Calls have run; parts: the values of each output."""
@@ -415,7 +408,7 @@ class _Resolution:
                 if source not in self.held or not isinstance(at, int):
                     continue
                 if source not in rows:
-                    whole = self.tensor(source, p.signatures[s].inputs[0])
+                    whole = self.known.of(source, p.signatures[s].inputs[0])
                     with torch.set_grad_enabled(whole.requires_grad):
                         rows[source] = whole.unbind(0)
                 if at == ALL:
@@ -424,30 +417,84 @@ class _Resolution:
                     self.constant[value] = rows[source][at]
                 self.resolved[c] = True
 
-    def program_with_constants(self, table: SignatureTable) -> Program:
-        """The program, with a constant for each value of what has run: None for those that are not at hand."""
-        p = self.program
-        if not self.resolved.any():
-            return p
-        times = np.where(self.resolved, p.width[p.sig], 1)
-        sig, instance = p.sig.repeat(times), p.instance.repeat(times)
-        first, signatures = np.cumsum(times) - times, list(p.signatures)
-        for s in np.unique(p.sig[self.resolved]).tolist():
-            calls = np.flatnonzero(self.resolved & (p.sig == s))
-            grad = p.signatures[s].modes.grad
-            for k, kind in enumerate(p.signatures[s].outputs):
-                sig[first[calls] + k] = number_of(signatures, table.constant(kind, grad=grad).signature)
-        left = ~self.resolved[p.reader]
-        new = Program(
-            signatures=tuple(signatures), sig=sig, inputs=p.inputs[left], instance=instance, outputs=p.outputs,
-            known=p.known, early_types=p.early_types, instances=p.instances,
+    def program_left(self, table: SignatureTable) -> Program:
+        """The calls that are left, behind constants for those values of others that they read, or that are results; and
+        where all values are in the run's memory from now on."""
+        p, known = self.program, self.known
+        before = known.numbers(p.known)
+        constant = np.array([s.operation.kind in CONSTANT_KINDS for s in p.signatures], dtype=bool)
+        runs = ~(self.resolved | constant[p.sig])
+        made = runs.repeat(p.width[p.sig])
+        entries = p.inputs[runs[p.reader]]
+        outside = np.zeros(p.known + len(made), dtype=bool)
+        outside[entries] = outside[p.outputs] = True
+        outside &= np.concatenate([before < 0, ~made])
+        known.earlier.append((p, self.resolved))
+        signatures, sig, instance, values = _as_constants(
+            table, known.earlier, p.signatures, np.flatnonzero(outside)
+        )
+        number = np.concatenate([before, np.full(len(made), -1, dtype=np.int64)])
+        number[values] = known.count + np.arange(len(values))
+        number[p.known :][made] = known.count + len(values) + np.arange(int(made.sum()))
+        payload = [self.held[v] if v in self.held else self.constant[v] for v in values.tolist()]
+        cuts = np.flatnonzero(np.diff(sig)) + 1
+        constants: dict[int, Sequence[object]] = {}
+        for first, last in itertools.pairwise([0, *cuts.tolist(), len(sig)] if len(sig) else []):
+            s, mine = sig.item(first), values[first:last]
+            if (
+                len(mine) == len(p.constants.get(s, ()))
+                and (p.sig[p.makers(mine)] == s).all()
+                and mine[0] >= p.known
+            ):
+                constants[s] = p.constants[s]
+            else:
+                constants[s] = payload[first:last]
+        program = Program(
+            signatures=signatures, sig=np.concatenate([sig, p.sig[runs]]), inputs=number[entries],
+            instance=np.concatenate([instance, p.instance[runs]]), outputs=number[p.outputs], known=known.count,
+            early_types=lambda: _types_by_number(p.known_types, before), instances=p.instances, constants=constants,
         )  # fmt: skip
-        constants = {}
-        for s in np.unique(sig).tolist():
-            if signatures[s].operation.kind in CONSTANT_KINDS:
-                at = new.first_value[np.flatnonzero(sig == s)].tolist()
-                constants[s] = [self.held[v] if v in self.held else self.constant.get(v) for v in at]
-        return dataclasses.replace(new, constants=constants)
+        known.number, known.count = number, program.values
+        return program
+
+
+def _as_constants(
+    table: SignatureTable,
+    earlier: Sequence[tuple[Program, np.ndarray]],
+    signatures: Sequence[Signature],
+    values: np.ndarray,
+) -> tuple[tuple[Signature, ...], np.ndarray, np.ndarray, np.ndarray]:
+    """Constants in place of values: the signatures with those of such, and of each its signature, its instance and the
+    value, those of one signature together, in order. earlier: the programs of which they are, and which calls have run
+    apart."""
+    every, sig, instance = list(signatures), np.zeros_like(values, np.int32), np.zeros_like(values, np.int32)
+    for p, resolved in earlier:
+        mine = np.flatnonzero((values >= p.known) & (values < p.known + int(p.width[p.sig].sum())))
+        if not len(mine):
+            continue
+        calls = p.call_of_value[values[mine] - p.known]
+        instance[mine] = p.instance[calls]
+        keys = np.stack([p.sig[calls], values[mine] - p.first_value[calls], resolved[calls]], axis=1)
+        kinds, which = np.unique(keys, axis=0, return_inverse=True)
+        numbers = []
+        for s, k, apart in kinds.tolist():
+            signature = p.signatures[s]
+            if apart:
+                signature = table.constant(signature.outputs[k], grad=signature.modes.grad).signature
+            numbers.append(number_of(every, signature))
+        sig[mine] = np.array(numbers, dtype=np.int32)[which.reshape(-1)]
+    order = np.argsort(sig, kind="stable")
+    return tuple(every), sig[order], instance[order], values[order]
+
+
+def _types_by_number(types: np.ndarray | None, number: np.ndarray) -> np.ndarray | None:
+    """int32: the types of values in a run's memory, of those by the recording's numbers."""
+    if types is None:
+        return None
+    inside = np.flatnonzero(number >= 0)
+    of_run = np.zeros(len(inside), dtype=np.int32)
+    of_run[number[inside]] = types[inside]
+    return of_run
 
 
 def _at_hand(program: Program) -> Program:
@@ -537,7 +584,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
         return program
     program = eliminate_dead(program)
     if program.known:
-        return run.resolved(run.planner.take_rows_first(program))
+        return run.planner.take_rows_first(program)
     program = run.planner.take_rows_first(_met_alone(program))
     before = 0
     while True:
@@ -603,7 +650,7 @@ def _run_first(
     work = _Resolution(program, KnownValues())
     work.held.update(zip(values.tolist(), tensors, strict=True))
     work.resolved |= ran
-    return eliminate_dead(work.program_with_constants(table))
+    return eliminate_dead(work.program_left(table))
 
 
 def _run(run: Run, program: Program) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.ir import Program, Schedule
+from fxbatch.ir import Program, Schedule, TensorSpec
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import (
     early_needs,
@@ -45,7 +45,13 @@ Renumber = Callable[[np.ndarray], np.ndarray]
 class KnownValues:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
+    number: np.ndarray | None = (
+        None  # int64: each value's in the run's memory, -1 for none; None: all have their own
+    )
+    count = 0  # values in the run's memory
+
     def __init__(self) -> None:
+        self.earlier: list[tuple[Program, np.ndarray]] = []  # programs, and which of their calls ran apart
         self.held: dict[int, object] = {}  # what packed calls gave: tensors, or places in columns
         self._constant: dict[int, object] = {}
         self._programs: list[Program] = []  # whose constants nobody has asked for
@@ -63,6 +69,25 @@ class KnownValues:
     def note(self, program: Program) -> None:
         """The constants of a phase."""
         self._programs.append(program)
+
+    def numbers(self, recorded: int) -> np.ndarray:
+        """int64 [recorded]: the number in the run's memory of each value that was recorded before a phase."""
+        if self.number is None:
+            self.number, self.count = np.arange(recorded), recorded
+        return self.number
+
+    def of(self, v: int, kind: TensorSpec | None = None) -> torch.Tensor:
+        """A value that is no row of the run's memory; kind: its type, which is looked up where it is not given."""
+        x = self.held[v] if v in self.held else self.constant[v]
+        if isinstance(x, tuple):
+            column, i = x
+            x = self.held[v] = column[i]
+        if isinstance(x, torch.Tensor):
+            return x
+        if kind is None:
+            program = next(p for p, _ in reversed(self.earlier) if p.known <= v)
+            kind = program.signatures[program.sig[program.makers(np.array([v]))[0]]].outputs[0]
+        return torch.tensor(x, dtype=kind.dtype, device=kind.device)
 
 
 class Resolver(Protocol):
@@ -137,7 +162,7 @@ class Run:
 
     def resolved(self, program: Program) -> Program:
         """The program after its packed calls, which are constants then."""
-        if self.resolver is None or self.table is None or not len(program):
+        if self.resolver is None or self.table is None or not (len(program) or len(program.outputs)):
             return program
         return self.resolver.resolve(self.table, program, self.known, grad=self.grad)
 
@@ -152,7 +177,7 @@ class Run:
     def prepare(self, program: Program, values: np.ndarray) -> tuple[Phase | None, Renumber]:
         """`finish` up to where it runs: the last phase, None where there is nothing to run."""
         if not len(program):
-            return None, lambda ids: ids
+            return None, renumbering(values, program.outputs)
         program, schedule = self.planner.rewrite(program)
         with self.modes():
             phase = self.plan_phase(program, schedule, last=True) if len(program) else None
@@ -300,11 +325,17 @@ class Run:
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
-        return self.by_type(values, lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests])
+        take = lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests]  # noqa: E731
+        if self.known.number is None:
+            return self.by_type(values, take)
+        number = self.known.number.take(values)
+        inside = iter(self.by_type(number[number >= 0], take))
+        places = zip(values, number.tolist(), strict=True)
+        return [self.known.of(v).detach() if n < 0 else next(inside) for v, n in places]
 
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""
-        if self.blocks is not None:
+        if self.blocks is not None or self.known.number is not None:
             return [t.tolist() for t in self.read(values)]
         if len(values) == 1:
             kind, row = self.value_type.item(values[0]), self.value_row.item(values[0])
@@ -329,7 +360,7 @@ class Run:
 
     def settled(self, base: int) -> object:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""
-        if not self._asked or _fast is None:
+        if not self._asked or _fast is None or self.known.number is not None:
             return None
         arenas: list[np.ndarray | None] = [None] * (max(self._asked) + 1)
         for kind in self._asked:
