@@ -130,7 +130,7 @@ def call_function(
             return result
     elif func is SETITEM and (stores_what_is_there(args) or set_row(recorder, args)):
         return None
-    elif func in PACKED and not kwargs and (result := OneSequence()(func, args)) is not None:
+    elif func in OneSequence.calls and not kwargs and (result := OneSequence()(func, args)) is not None:
         return result
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)

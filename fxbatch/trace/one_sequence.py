@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 RECURRENT: tuple[Any, ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+PACKED = frozenset({*RECURRENT, torch._pack_padded_sequence, torch._pad_packed_sequence})
 _SELECT = torch.Tensor.index_select  # by the order of lengths
-PACKED = frozenset({*RECURRENT, torch._pack_padded_sequence, torch._pad_packed_sequence, _SELECT})
 
 
 class OneSequence:
-    """Makes the calls of PACKED."""
+    """Makes calls of the functions in `calls`, as far as they are for one sequence."""
+
+    calls = PACKED | {_SELECT}
 
     def length(self, lengths: Any) -> Any:
         """How long the only sequence is; None where there are several."""
@@ -94,7 +96,7 @@ class BatchSizes:
 class OneSequenceOfForm(OneSequence):
     """The same of tensors of which the forms alone are known; it notes which tensors were made of a length."""
 
-    calls = PACKED | {torch.tensor, torch.as_tensor, torch.sort}
+    calls = OneSequence.calls | {torch.tensor, torch.as_tensor, torch.sort}
 
     def __init__(self) -> None:
         self.told: dict[int, tuple[torch.Tensor, Any]] = {}
@@ -116,7 +118,7 @@ class OneSequenceOfForm(OneSequence):
 
     def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function in `calls`, None where it is as any other."""
-        if func in PACKED:
+        if func in OneSequence.calls:
             return None if kwargs else self(func, args)
         x: Any = args[0] if args else None
         if func is torch.sort:

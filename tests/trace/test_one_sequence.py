@@ -122,3 +122,11 @@ def test_a_forward_with_packed_sequences_is_packed(forward: Callable[..., Any]) 
     assert packed.call(plain, [((model, x), {}) for x in _sequences(3, 7, 2, 5)], "list") is not None
     (family,) = packed.families.values()
     assert len(family.variants) == 1
+
+
+def test_rows_picked_by_other_indices_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        return self.rnn(self.e(x).index_select(0, torch.tensor([1, 0])))
+
+    monkeypatch.setattr(calls, "_run_on_values", lambda *_: pytest.fail("a call needs values"))
+    check_equal(_model(forward, nn.GRU(4, 3), waits=True), _sequences(3, 7, 2, 5))
