@@ -154,8 +154,8 @@ class Lowering:
                     self.copy(out, self.span(node))
         if len(self.bases) > MOST_BASES:
             raise NotNative(f"more than {MOST_BASES} tensors")
-        if not any(x.code != CODES["CALL"] for x in self.items):
-            raise NotNative(self.calls[0][0] if self.calls else "nothing to do")
+        if not self.items:
+            raise NotNative("nothing to do")
         return NativeProgram(
             records(Base, self.bases),
             records(Instruction, group_pointwise(self.items)),

@@ -26,13 +26,13 @@ import torch
 from fxbatch.caches import guard
 from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
-from fxbatch.passes.select import calls_behind, eliminate_dead, number_segments, select_calls
+from fxbatch.passes.select import calls_behind, eliminate_dead, met_alone, number_segments, select_calls
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import number_of, summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.packed_route import SECONDS
-from fxbatch.runtime.run import KnownValues, Run
-from fxbatch.signature import CONSTANT_KINDS, Template, tensor_spec
+from fxbatch.runtime.run import AT_HAND, HELD_APART, KnownValues, Run
+from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.table import Entry, SignatureTable, static_key
@@ -258,17 +258,17 @@ class PackedCalls:
         self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
     ) -> Program:
         """`resolve`, but constants may be places in columns: many of them are read by nobody."""
-        held = known.held
+        known.make_room(program.values)
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
-        if not (packed and _some_can_run(program, list(packed))) and not len(_readers(program, held)):
-            if known.number is None:
-                known.note(program)
-                return program
+        can_run = packed and _some_can_run(program, list(packed))
+        if known.number is None and not can_run and not len(_readers(program, known)):
+            known.note(program)
+            return program
         work = _Resolution(program, known)
         self._run_packed(work, packed, grad=grad)
-        if not held:
+        if not known.held:
             return program
         work.take_rows()
         return work.program_left(table)
@@ -332,7 +332,7 @@ class PackedCalls:
 
 def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     """Whether a call of these signatures reads constants alone, and values of earlier phases."""
-    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures], dtype=bool)
+    constant = program.columns.constant
     waiting = np.zeros(len(program.signatures), dtype=bool)
     waiting[packed] = True
     waiting = waiting[program.sig]
@@ -347,25 +347,23 @@ class _Resolution:
 
     def __init__(self, program: Program, values: KnownValues) -> None:
         self.program, self.known = program, values
+        values.make_room(program.values)
         values.note(program)
-        self.held, self.constant = values.held, values.constant
+        self.held = values.held
         self.resolved = np.zeros(len(program), dtype=bool)
-        self._at_hand = np.zeros(int(program.first_value[-1]), dtype=bool)  # by value: whether it is there
-        there = [v for v, x in self.constant.items() if isinstance(x, (torch.Tensor, tuple, int, float))]
-        self._at_hand[there] = self._at_hand[list(self.held)] = True
-        self._inputs, self._offsets = program.inputs.tolist(), program.input_offsets.tolist()
 
     def have_inputs(self) -> np.ndarray:
         """bool [calls]: whether what each reads is at hand."""
         p = self.program
-        return np.bincount(p.reader[~self._at_hand[p.inputs]], minlength=len(p)) == 0
+        return np.bincount(p.reader[self.known.marks[p.inputs] == 0], minlength=len(p)) == 0
 
     def columns_of(self, calls: list[int]) -> list[Column]:
         """What these calls read, by input: tensors, or a packed column that has them in this order."""
         columns: list[Column] = []
-        for k, t in enumerate(self.program.signatures[self.program.sig[calls[0]]].inputs):
-            values = [self._inputs[self._offsets[c] + k] for c in calls]
-            places = [self.held[v] if v in self.held else self.constant[v] for v in values]
+        p, constant = self.program, self.known.constant
+        for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
+            values = p.inputs[p.input_offsets[calls] + k].tolist()
+            places = [self.held[v] if v in self.held else constant[v] for v in values]
             column = places[0][0] if isinstance(places[0], tuple) else ()
             as_they_lie = len(column) == len(values) and all(
                 isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
@@ -375,7 +373,9 @@ class _Resolution:
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
-        values = self._inputs[self._offsets[c] : self._offsets[c + 1]]
+        values = self.program.inputs[
+            self.program.input_offsets[c] : self.program.input_offsets[c + 1]
+        ].tolist()
         types = self.program.signatures[self.program.sig[c]].inputs
         return [self.known.of(v, t) for v, t in zip(values, types, strict=True)]
 
@@ -384,13 +384,13 @@ class _Resolution:
         first = self.program.first_value[calls]
         for k, column in enumerate(parts):
             self.held.update(zip((first + k).tolist(), column, strict=True))
-            self._at_hand[first + k] = True
+            self.known.marks[first + k] = HELD_APART
         self.resolved[calls] = True
 
     def take_rows(self) -> None:
         """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""
-        p = self.program
-        readers = _readers(p, self.held)
+        p, constant = self.program, self.known.constant
+        readers = _readers(p, self.known)
         readers = readers[~self.resolved[readers]]
         rows: dict[int, Sequence[torch.Tensor]] = {}
         for s in np.unique(p.sig[readers]).tolist():
@@ -404,7 +404,7 @@ class _Resolution:
             for c, source, number, value in zip(
                 calls.tolist(), sources, numbers, p.first_value[calls].tolist(), strict=True
             ):
-                at = self.constant.get(number) if place == LIFTED else place
+                at = constant.get(number) if place == LIFTED else place
                 if source not in self.held or not isinstance(at, int):
                     continue
                 if source not in rows:
@@ -412,9 +412,11 @@ class _Resolution:
                     with torch.set_grad_enabled(whole.requires_grad):
                         rows[source] = whole.unbind(0)
                 if at == ALL:
-                    self.constant.update(enumerate(rows[source], value))
+                    constant.update(enumerate(rows[source], value))
+                    self.known.marks[value : value + len(rows[source])] |= AT_HAND
                 else:
-                    self.constant[value] = rows[source][at]
+                    constant[value] = rows[source][at]
+                    self.known.marks[value] |= AT_HAND
                 self.resolved[c] = True
 
     def program_left(self, table: SignatureTable) -> Program:
@@ -422,8 +424,7 @@ class _Resolution:
         where all values are in the run's memory from now on."""
         p, known = self.program, self.known
         before = known.numbers(p.known)
-        constant = np.array([s.operation.kind in CONSTANT_KINDS for s in p.signatures], dtype=bool)
-        runs = ~(self.resolved | constant[p.sig])
+        runs = ~(self.resolved | p.columns.constant[p.sig])
         made = runs.repeat(p.width[p.sig])
         entries = p.inputs[runs[p.reader]]
         outside = np.zeros(p.known + len(made), dtype=bool)
@@ -436,9 +437,10 @@ class _Resolution:
         number = np.concatenate([before, np.full(len(made), -1, dtype=np.int64)])
         number[values] = known.count + np.arange(len(values))
         number[p.known :][made] = known.count + len(values) + np.arange(int(made.sum()))
-        payload = [self.held[v] if v in self.held else self.constant[v] for v in values.tolist()]
+        constant = known.constant if len(values) else {}
+        payload = [self.held[v] if v in self.held else constant[v] for v in values.tolist()]
         cuts = np.flatnonzero(np.diff(sig)) + 1
-        constants: dict[int, Sequence[object]] = {}
+        payloads: dict[int, Sequence[object]] = {}
         for first, last in itertools.pairwise([0, *cuts.tolist(), len(sig)] if len(sig) else []):
             s, mine = sig.item(first), values[first:last]
             if (
@@ -446,13 +448,13 @@ class _Resolution:
                 and (p.sig[p.makers(mine)] == s).all()
                 and mine[0] >= p.known
             ):
-                constants[s] = p.constants[s]
+                payloads[s] = p.constants[s]
             else:
-                constants[s] = payload[first:last]
+                payloads[s] = payload[first:last]
         program = Program(
             signatures=signatures, sig=np.concatenate([sig, p.sig[runs]]), inputs=number[entries],
             instance=np.concatenate([instance, p.instance[runs]]), outputs=number[p.outputs], known=known.count,
-            early_types=lambda: _types_by_number(p.known_types, before), instances=p.instances, constants=constants,
+            early_types=lambda: _types_by_number(p.known_types, before), instances=p.instances, constants=payloads,
         )  # fmt: skip
         known.number, known.count = number, program.values
         return program
@@ -506,12 +508,9 @@ def _at_hand(program: Program) -> Program:
     return dataclasses.replace(program, constants=constants) if places else program
 
 
-def _readers(program: Program, held: dict[int, object]) -> np.ndarray:
-    """The calls that read one of these values, in order."""
-    if not held:
-        return np.zeros(0, dtype=np.int64)
-    numbers = np.fromiter(held, dtype=np.int64, count=len(held))
-    return np.unique(program.reader[np.isin(program.inputs, numbers)])
+def _readers(program: Program, known: KnownValues) -> np.ndarray:
+    """The calls that read what packed calls gave, in order."""
+    return np.unique(program.reader[known.marks[program.inputs] & HELD_APART == HELD_APART])
 
 
 def _stack_key(arguments: Any) -> object:
@@ -585,7 +584,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     program = eliminate_dead(program)
     if program.known:
         return run.planner.take_rows_first(program)
-    program = run.planner.take_rows_first(_met_alone(program))
+    program = run.planner.take_rows_first(met_alone(program))
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(table, program, run.known, grad=run.grad))
@@ -596,16 +595,6 @@ def after_packed_calls(run: Run, program: Program) -> Program:
             return _at_hand(program)
         before = left
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
-
-
-def _met_alone(program: Program) -> Program:
-    """The program with those signatures alone that its calls have: the table has one for each size that was met."""
-    met, sig = np.unique(program.sig, return_inverse=True)
-    if 2 * len(met) > len(program.signatures):
-        return program
-    constants = {k: program.constants[s] for k, s in enumerate(met.tolist()) if s in program.constants}
-    signatures = tuple(map(program.signatures.__getitem__, met.tolist()))
-    return dataclasses.replace(program, signatures=signatures, sig=sig.astype(np.int32), constants=constants)
 
 
 def _too_often(packed: PackedCalls, program: Program, waits: np.ndarray) -> bool:
@@ -642,7 +631,7 @@ def _run_first(
     """The program with constants in place of what the first of its packed calls wait for."""
     maker = program.call_of_value
     segment = calls_behind(program, program.inputs[first[program.reader]]) & ~packed
-    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in program.signatures])[program.sig]
+    constant = program.columns.constant[program.sig]
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])

@@ -21,6 +21,7 @@ import torch
 from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule, TensorSpec
 from fxbatch.passes.plan import is_constant
+from fxbatch.passes.select import met_alone
 from fxbatch.passes.signature_graph import (
     early_needs,
     find_needs,
@@ -42,6 +43,9 @@ from fxbatch.trace.table import SignatureTable
 Renumber = Callable[[np.ndarray], np.ndarray]
 
 
+AT_HAND, HELD_APART = 1, 3  # marks of values; what packed calls gave is at hand, too
+
+
 class KnownValues:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
@@ -51,6 +55,7 @@ class KnownValues:
     count = 0  # values in the run's memory
 
     def __init__(self) -> None:
+        self.marks = np.zeros(0, dtype=np.uint8)  # by value
         self.earlier: list[tuple[Program, np.ndarray]] = []  # programs, and which of their calls ran apart
         self.held: dict[int, object] = {}  # what packed calls gave: tensors, or places in columns
         self._constant: dict[int, object] = {}
@@ -69,6 +74,12 @@ class KnownValues:
     def note(self, program: Program) -> None:
         """The constants of a phase."""
         self._programs.append(program)
+        self.marks[program.first_value[:-1][program.columns.constant[program.sig]]] |= AT_HAND
+
+    def make_room(self, values: int) -> None:
+        """There are so many values."""
+        if len(self.marks) < values:
+            self.marks = np.concatenate([self.marks, np.zeros(2 * values, dtype=np.uint8)])
 
     def numbers(self, recorded: int) -> np.ndarray:
         """int64 [recorded]: the number in the run's memory of each value that was recorded before a phase."""
@@ -154,7 +165,7 @@ class Run:
 
     def run(self, program: Program) -> None:
         """Execute the calls of a program; its values are numbered on from those of earlier phases."""
-        program = self.resolved(program)
+        program = met_alone(self.resolved(program))
         if len(program) and self.phases_timed is not None:
             self.phases_timed.forward_of(lambda: self.execute(program, last=False))
         elif len(program):
