@@ -83,7 +83,9 @@ class Slots:
                 for position, slot in enumerate(group):
                     rows[slot] = (before, len(group), position)
                 before += len(group)
-                groups.append((len(group), c.type_ids.get(signature.inputs[group[0]], -1)))  # -1: never called
+                groups.append(
+                    (len(group), c.type_ids.get(signature.inputs[group[0]], -1))
+                )  # -1: never called
             slots += rows
             counts.append(len(own))
         self.first_group = offsets(np.array(counts, dtype=np.int64))

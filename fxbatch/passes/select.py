@@ -247,19 +247,19 @@ def met_alone(program: Program) -> Program:
     phases: the table has one for each size that was met. The same object where most are met."""
     c = program.columns
     met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0]
-    if 2 * len(met) > len(program.signatures):
+    if 4 * len(met) > len(program.signatures):
         return program
     there = {t for s in met.tolist() for t in program.signatures[s].outputs}
     read = {t for s in met.tolist() for t in program.signatures[s].inputs}
     places = [int(np.argmax(c.output_types == c.type_ids[t])) for t in read - there]
     makers = np.searchsorted(c.first_output, np.array(places, dtype=np.int64), side="right") - 1
-    kept = np.unique(np.concatenate([met, makers]))
+    chosen = np.unique(np.concatenate([met, makers]))
     new = Program(
-        signatures=tuple([program.signatures[s] for s in kept.tolist()]),
-        sig=np.searchsorted(kept, program.sig).astype(np.int32),
+        signatures=tuple([program.signatures[s] for s in chosen.tolist()]),
+        sig=np.searchsorted(chosen, program.sig).astype(np.int32),
         inputs=program.inputs, instance=program.instance, outputs=program.outputs, known=program.known,
         early_types=lambda: early_types(), instances=program.instances,
-        constants={k: program.constants[s] for k, s in enumerate(kept.tolist()) if s in program.constants},
+        constants={k: program.constants[s] for k, s in enumerate(chosen.tolist()) if s in program.constants},
     )  # fmt: skip
 
     def early_types() -> np.ndarray | None:

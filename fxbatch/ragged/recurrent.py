@@ -9,12 +9,11 @@ Torch runs these layers on fake tensors step by step, which needs the number of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fxbatch.torch_private import FakeTensor
-from fxbatch.trace.one_sequence import RECURRENT, OneSequenceOfForm
+from fxbatch.trace.one_sequence import RECURRENT, Arguments, Layer, OneSequenceOfForm
 
 NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _ARGUMENTS = (
@@ -45,17 +44,15 @@ for _name in NAMES:
 NODES: dict[object, torch._ops.OpOverload] = {
     getattr(torch.ops.fxbatch_ragged, name).default: getattr(torch.ops.aten, name).input for name in NAMES
 }  # the node in a graph -> what runs
-_NODE_OF = dict(zip(RECURRENT, NODES, strict=True))
+_NODE_OF: dict[object, torch._ops.OpOverload] = dict(zip(RECURRENT, NODES, strict=True))
 
 
 class OneSymbolicSequence(OneSequenceOfForm):
     """Recurrent layers as nodes."""
 
-    def layer(self, func: Any) -> Any:
+    def layer(self, func: object) -> Layer:
         return _NODE_OF[func]
 
-    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
-        plain = func in RECURRENT and len(args) == 9 and type(args[3]) is bool
-        return (
-            _NODE_OF[func](*args) if plain and type(args[0]) is FakeTensor else super().__call__(func, args)
-        )
+    def __call__(self, func: object, args: Arguments) -> object:
+        plain = func in RECURRENT and len(args) == 9 and type(args[3]) is bool and type(args[0]) is FakeTensor
+        return _NODE_OF[func](*args) if plain else super().__call__(func, args)

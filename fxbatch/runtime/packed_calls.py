@@ -28,10 +28,10 @@ from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, met_alone, number_segments, select_calls
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
-from fxbatch.passes.unstack_sums import number_of, summed_stacks
+from fxbatch.passes.unstack_sums import summed_stacks
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.packed_route import SECONDS
-from fxbatch.runtime.run import AT_HAND, HELD_APART, KnownValues, Run
+from fxbatch.runtime.run import AT_HAND, HELD_APART, Run, ValueTensors
 from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
@@ -245,30 +245,32 @@ class PackedCalls:
 
     # -- before a phase runs ----------------------------------------------------------------------------
 
-    def resolve(self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool) -> Program:
+    def resolve(
+        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
+    ) -> Program:
         """The program with constants in place of packed calls that could run, and of rows that are read of them.
 
-        known: what is known of this minibatch's values; it grows.
+        tensors: of this minibatch's values; they grow.
         """
-        if not self.families and known.number is None:
+        if not self.families and tensors.number is None:
             return program
-        return _at_hand(self.resolve_as_columns(table, program, known, grad=grad))
+        return _at_hand(self.resolve_as_columns(table, program, tensors, grad=grad))
 
     def resolve_as_columns(
-        self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
+        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
     ) -> Program:
         """`resolve`, but constants may be places in columns: many of them are read by nobody."""
-        known.make_room(program.values)
+        tensors.make_room(program.values)
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        if known.number is None and not can_run and not len(_readers(program, known)):
-            known.note(program)
+        if tensors.number is None and not can_run and not len(_readers(program, tensors)):
+            tensors.note(program)
             return program
-        work = _Resolution(program, known)
+        work = _Resolution(program, tensors)
         self._run_packed(work, packed, grad=grad)
-        if not known.held:
+        if not tensors.held:
             return program
         work.take_rows()
         return work.program_left(table)
@@ -345,8 +347,8 @@ def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, values: KnownValues) -> None:
-        self.program, self.known = program, values
+    def __init__(self, program: Program, values: ValueTensors) -> None:
+        self.program, self.tensors = program, values
         values.make_room(program.values)
         values.note(program)
         self.held = values.held
@@ -355,12 +357,12 @@ class _Resolution:
     def have_inputs(self) -> np.ndarray:
         """bool [calls]: whether what each reads is at hand."""
         p = self.program
-        return np.bincount(p.reader[self.known.marks[p.inputs] == 0], minlength=len(p)) == 0
+        return np.bincount(p.reader[self.tensors.marks[p.inputs] == 0], minlength=len(p)) == 0
 
     def columns_of(self, calls: list[int]) -> list[Column]:
         """What these calls read, by input: tensors, or a packed column that has them in this order."""
         columns: list[Column] = []
-        p, constant = self.program, self.known.constant
+        p, constant = self.program, self.tensors.constant
         for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
             values = p.inputs[p.input_offsets[calls] + k].tolist()
             places = [self.held[v] if v in self.held else constant[v] for v in values]
@@ -368,7 +370,7 @@ class _Resolution:
             as_they_lie = len(column) == len(values) and all(
                 isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
             )
-            columns.append(column if as_they_lie else [self.known.of(v, t) for v in values])
+            columns.append(column if as_they_lie else [self.tensors.of(v, t) for v in values])
         return columns
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
@@ -377,20 +379,20 @@ class _Resolution:
             self.program.input_offsets[c] : self.program.input_offsets[c + 1]
         ].tolist()
         types = self.program.signatures[self.program.sig[c]].inputs
-        return [self.known.of(v, t) for v, t in zip(values, types, strict=True)]
+        return [self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
 
     def give(self, calls: Sequence[int], parts: Sequence[Sequence[object]]) -> None:
         """Calls have run; parts: the values of each output."""
         first = self.program.first_value[calls]
         for k, column in enumerate(parts):
             self.held.update(zip((first + k).tolist(), column, strict=True))
-            self.known.marks[first + k] = HELD_APART
+            self.tensors.marks[first + k] = HELD_APART
         self.resolved[calls] = True
 
     def take_rows(self) -> None:
         """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""
-        p, constant = self.program, self.known.constant
-        readers = _readers(p, self.known)
+        p, constant = self.program, self.tensors.constant
+        readers = _readers(p, self.tensors)
         readers = readers[~self.resolved[readers]]
         rows: dict[int, Sequence[torch.Tensor]] = {}
         for s in np.unique(p.sig[readers]).tolist():
@@ -408,36 +410,36 @@ class _Resolution:
                 if source not in self.held or not isinstance(at, int):
                     continue
                 if source not in rows:
-                    whole = self.known.of(source, p.signatures[s].inputs[0])
+                    whole = self.tensors.of(source, p.signatures[s].inputs[0])
                     with torch.set_grad_enabled(whole.requires_grad):
                         rows[source] = whole.unbind(0)
                 if at == ALL:
                     constant.update(enumerate(rows[source], value))
-                    self.known.marks[value : value + len(rows[source])] |= AT_HAND
+                    self.tensors.marks[value : value + len(rows[source])] |= AT_HAND
                 else:
                     constant[value] = rows[source][at]
-                    self.known.marks[value] |= AT_HAND
+                    self.tensors.marks[value] |= AT_HAND
                 self.resolved[c] = True
 
     def program_left(self, table: SignatureTable) -> Program:
         """The calls that are left, behind constants for those values of others that they read, or that are results; and
         where all values are in the run's memory from now on."""
-        p, known = self.program, self.known
-        before = known.numbers(p.known)
+        p, tensors = self.program, self.tensors
+        before = tensors.numbers(p.known)
         runs = ~(self.resolved | p.columns.constant[p.sig])
-        made = runs.repeat(p.width[p.sig])
+        inside = runs.repeat(p.width[p.sig])
         entries = p.inputs[runs[p.reader]]
-        outside = np.zeros(p.known + len(made), dtype=bool)
+        outside = np.zeros(p.known + len(inside), dtype=bool)
         outside[entries] = outside[p.outputs] = True
-        outside &= np.concatenate([before < 0, ~made])
-        known.earlier.append((p, self.resolved))
+        outside &= np.concatenate([before < 0, ~inside])
+        tensors.earlier.append((p, self.resolved))
         signatures, sig, instance, values = _as_constants(
-            table, known.earlier, p.signatures, np.flatnonzero(outside)
+            table, tensors.earlier, p.signatures, np.flatnonzero(outside)
         )
-        number = np.concatenate([before, np.full(len(made), -1, dtype=np.int64)])
-        number[values] = known.count + np.arange(len(values))
-        number[p.known :][made] = known.count + len(values) + np.arange(int(made.sum()))
-        constant = known.constant if len(values) else {}
+        number = np.concatenate([before, np.full(len(inside), -1, dtype=np.int64)])
+        number[values] = tensors.count + np.arange(len(values))
+        number[p.known :][inside] = tensors.count + len(values) + np.arange(int(inside.sum()))
+        constant = tensors.constant if len(values) else {}
         payload = [self.held[v] if v in self.held else constant[v] for v in values.tolist()]
         cuts = np.flatnonzero(np.diff(sig)) + 1
         payloads: dict[int, Sequence[object]] = {}
@@ -453,10 +455,10 @@ class _Resolution:
                 payloads[s] = payload[first:last]
         program = Program(
             signatures=signatures, sig=np.concatenate([sig, p.sig[runs]]), inputs=number[entries],
-            instance=np.concatenate([instance, p.instance[runs]]), outputs=number[p.outputs], known=known.count,
+            instance=np.concatenate([instance, p.instance[runs]]), outputs=number[p.outputs], known=tensors.count,
             early_types=lambda: _types_by_number(p.known_types, before), instances=p.instances, constants=payloads,
         )  # fmt: skip
-        known.number, known.count = number, program.values
+        tensors.number, tensors.count = number, program.values
         return program
 
 
@@ -469,7 +471,8 @@ def _as_constants(
     """Constants in place of values: the signatures with those of such, and of each its signature, its instance and the
     value, those of one signature together, in order. earlier: the programs of which they are, and which calls have run
     apart."""
-    every, sig, instance = list(signatures), np.zeros_like(values, np.int32), np.zeros_like(values, np.int32)
+    every, places = list(signatures), {s: i for i, s in enumerate(signatures)}
+    sig, instance = np.zeros_like(values, np.int32), np.zeros_like(values, np.int32)
     for p, resolved in earlier:
         mine = np.flatnonzero((values >= p.known) & (values < p.known + int(p.width[p.sig].sum())))
         if not len(mine):
@@ -483,7 +486,10 @@ def _as_constants(
             signature = p.signatures[s]
             if apart:
                 signature = table.constant(signature.outputs[k], grad=signature.modes.grad).signature
-            numbers.append(number_of(every, signature))
+            if signature not in places:
+                places[signature] = len(every)
+                every.append(signature)
+            numbers.append(places[signature])
         sig[mine] = np.array(numbers, dtype=np.int32)[which.reshape(-1)]
     order = np.argsort(sig, kind="stable")
     return tuple(every), sig[order], instance[order], values[order]
@@ -508,9 +514,9 @@ def _at_hand(program: Program) -> Program:
     return dataclasses.replace(program, constants=constants) if places else program
 
 
-def _readers(program: Program, known: KnownValues) -> np.ndarray:
+def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
     """The calls that read what packed calls gave, in order."""
-    return np.unique(program.reader[known.marks[program.inputs] & HELD_APART == HELD_APART])
+    return np.unique(program.reader[tensors.marks[program.inputs] & HELD_APART == HELD_APART])
 
 
 def _stack_key(arguments: Any) -> object:
@@ -587,8 +593,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     program = run.planner.take_rows_first(met_alone(program))
     before = 0
     while True:
-        program = eliminate_dead(packed.resolve_as_columns(table, program, run.known, grad=run.grad))
-        run.known = KnownValues()  # values have other numbers now
+        program = eliminate_dead(packed.resolve_as_columns(table, program, run.tensors, grad=run.grad))
+        run.tensors = ValueTensors()  # values have other numbers now
         waits = _waiting(packed, program)
         left = int(waits.sum())
         if not left or (left >= before if before else _too_often(packed, program, waits)):
@@ -636,7 +642,7 @@ def _run_first(
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
     tensors = _run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment)))
-    work = _Resolution(program, KnownValues())
+    work = _Resolution(program, ValueTensors())
     work.held.update(zip(values.tolist(), tensors, strict=True))
     work.resolved |= ran
     return eliminate_dead(work.program_left(table))

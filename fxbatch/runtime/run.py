@@ -46,7 +46,7 @@ Renumber = Callable[[np.ndarray], np.ndarray]
 AT_HAND, HELD_APART = 1, 3  # marks of values; what packed calls gave is at hand, too
 
 
-class KnownValues:
+class ValueTensors:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     number: np.ndarray | None = (
@@ -105,7 +105,7 @@ class Resolver(Protocol):
     """Runs calls with sizes of their own; who makes a run gives one, or none."""
 
     def resolve(
-        self, table: SignatureTable, program: Program, known: KnownValues, *, grad: bool
+        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
     ) -> Program: ...
 
 
@@ -128,7 +128,7 @@ class Run:
         self.planner = planner
         self.lasting = lasting
         self.blocks = BlockMemory(planner) if differentiable else None
-        self.known = KnownValues()  # to packed calls
+        self.tensors = ValueTensors()  # to packed calls
         planner.pool.begin()
         self.grad = grad
         self.memory = Memory(planner.pool)
@@ -175,7 +175,7 @@ class Run:
         """The program after its packed calls, which are constants then."""
         if self.resolver is None or self.table is None or not (len(program) or len(program.outputs)):
             return program
-        return self.resolver.resolve(self.table, program, self.known, grad=self.grad)
+        return self.resolver.resolve(self.table, program, self.tensors, grad=self.grad)
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
@@ -337,16 +337,16 @@ class Run:
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
         take = lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests]  # noqa: E731
-        if self.known.number is None:
+        if self.tensors.number is None:
             return self.by_type(values, take)
-        number = self.known.number.take(values)
+        number = self.tensors.number.take(values)
         inside = iter(self.by_type(number[number >= 0], take))
         places = zip(values, number.tolist(), strict=True)
-        return [self.known.of(v).detach() if n < 0 else next(inside) for v, n in places]
+        return [self.tensors.of(v).detach() if n < 0 else next(inside) for v, n in places]
 
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""
-        if self.blocks is not None or self.known.number is not None:
+        if self.blocks is not None or self.tensors.number is not None:
             return [t.tolist() for t in self.read(values)]
         if len(values) == 1:
             kind, row = self.value_type.item(values[0]), self.value_row.item(values[0])
@@ -371,7 +371,7 @@ class Run:
 
     def settled(self, base: int) -> object:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""
-        if not self._asked or _fast is None or self.known.number is not None:
+        if not self._asked or _fast is None or self.tensors.number is not None:
             return None
         arenas: list[np.ndarray | None] = [None] * (max(self._asked) + 1)
         for kind in self._asked:

@@ -8,14 +8,40 @@ of one instance has one sequence to pack; where it packs several, they run as to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-RECURRENT: tuple[Any, ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-PACKED = frozenset({*RECURRENT, torch._pack_padded_sequence, torch._pad_packed_sequence})
+Arguments: TypeAlias = Sequence[Any]
+Layer: TypeAlias = Callable[..., Sequence[torch.Tensor]]
+RECURRENT: dict[object, Layer] = {f: f for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)}
+PACKED: frozenset[object] = frozenset({*RECURRENT, torch._pack_padded_sequence, torch._pad_packed_sequence})
 _SELECT = torch.Tensor.index_select  # by the order of lengths
+
+
+class BatchSizes:
+    """The batch sizes of one packed sequence of which forms alone are known: ones, as many as it has steps."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, n: int) -> None:
+        self.shape = (n,)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def __getitem__(self, place: int) -> int:
+        if place:
+            raise NotImplementedError("a packed sequence's batch sizes are read")
+        return 1
+
+    def __getattr__(self, name: str) -> object:
+        raise NotImplementedError(f"{name} of a packed sequence's batch sizes")
+
+    @classmethod
+    def __torch_function__(cls, func: object, *_: object) -> object:
+        raise NotImplementedError(f"{func} of a packed sequence's batch sizes")
 
 
 class OneSequence:
@@ -23,27 +49,27 @@ class OneSequence:
 
     calls = PACKED | {_SELECT}
 
-    def length(self, lengths: Any) -> Any:
+    def length(self, lengths: torch.Tensor) -> int | None:
         """How long the only sequence is; None where there are several."""
         return int(lengths) if lengths.numel() == 1 else None
 
-    def lengths(self, n: Any) -> torch.Tensor:
+    def lengths(self, n: int) -> torch.Tensor:
         """The lengths of one sequence, int64 [1]."""
         return torch.tensor([n], device="cpu")
 
-    def sizes(self, n: Any) -> Any:
+    def sizes(self, n: int) -> torch.Tensor | BatchSizes:
         """The batch sizes of one sequence, int64 [n]."""
         return torch.ones(n, dtype=torch.int64, device="cpu")
 
-    def is_order(self, index: Any) -> bool:
+    def is_order(self, index: object) -> bool:
         """Whether an index is the order of one sequence, int64 [1]: zero."""
         return type(index) is torch.Tensor and index.numel() == index.dim() == 1 and not index.item()
 
-    def layer(self, func: Any) -> Any:
+    def layer(self, func: object) -> Layer:
         """What runs a recurrent layer."""
-        return func
+        return RECURRENT[func]
 
-    def __call__(self, func: Any, args: Sequence[Any]) -> Any:
+    def __call__(self, func: object, args: Arguments) -> object:
         """The result of a call; None where it is on none or several sequences, or torch will say what is wrong."""
         x, sizes, *rest = args
         if func is _SELECT:
@@ -69,58 +95,34 @@ class OneSequence:
         return x.unsqueeze(0 if batch_first else 1).clone(), self.lengths(sizes.shape[0])
 
 
-class BatchSizes:
-    """The batch sizes of one packed sequence of which forms alone are known: ones, as many as it has steps."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, n: Any) -> None:
-        self.shape = (n,)
-
-    def size(self, dim: int) -> Any:
-        return self.shape[dim]
-
-    def __getitem__(self, place: int) -> int:
-        if place:
-            raise NotImplementedError("a packed sequence's batch sizes are read")
-        return 1
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotImplementedError(f"{name} of a packed sequence's batch sizes")
-
-    @classmethod
-    def __torch_function__(cls, func: object, *_: object) -> Any:
-        raise NotImplementedError(f"{func} of a packed sequence's batch sizes")
-
-
 class OneSequenceOfForm(OneSequence):
     """The same of tensors of which the forms alone are known; it notes which tensors were made of a length."""
 
     calls = OneSequence.calls | {torch.tensor, torch.as_tensor, torch.sort}
 
     def __init__(self) -> None:
-        self.told: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.told: dict[int, tuple[torch.Tensor, int]] = {}
         self.order: torch.Tensor | None = None
 
-    def is_order(self, index: Any) -> bool:
+    def is_order(self, index: object) -> bool:
         return index is not None and index is self.order
 
-    def length(self, lengths: Any) -> Any:
+    def length(self, lengths: torch.Tensor) -> int | None:
         return self.told[id(lengths)][1] if id(lengths) in self.told else None
 
-    def lengths(self, n: Any) -> torch.Tensor:
+    def lengths(self, n: int) -> torch.Tensor:
         tensor = torch.full((1,), n, dtype=torch.int64, device="cpu")
         self.told[id(tensor)] = tensor, n
         return tensor
 
-    def sizes(self, n: Any) -> Any:
+    def sizes(self, n: int) -> torch.Tensor | BatchSizes:
         return BatchSizes(n)
 
-    def of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def of(self, func: object, args: Arguments, kwargs: Mapping[str, object]) -> object:
         """The result of a function in `calls`, None where it is as any other."""
         if func in OneSequence.calls:
             return None if kwargs else self(func, args)
-        x: Any = args[0] if args else None
+        x = (*args, None)[0]
         if func is torch.sort:
             if id(x) not in self.told:
                 return None

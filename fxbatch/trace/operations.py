@@ -45,7 +45,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
     without_saved_tensor_hooks,
 )
-from fxbatch.trace.one_sequence import RECURRENT, OneSequenceOfForm
+from fxbatch.trace.one_sequence import RECURRENT, Layer, OneSequenceOfForm
 
 TORCH_MODULE = "a torch.nn module (rule 1)"
 PLAIN_MODULE = "a submodule called with tensors and plain scalars (rule 2)"
@@ -315,7 +315,7 @@ def _has_steps(x: Any, *rest: Any) -> bool:
     return len(rest) == 8 and type(rest[2]) is bool and x.dim() == 3 and x.shape[rest[-1]] > 1
 
 
-def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
+def _by_one_step(layer: Layer, x: torch.Tensor, *rest: Any) -> Sequence[torch.Tensor]:
     """A recurrent layer's result, of which all steps are like one: on fakes torch runs them one by one, in Python."""
     along = int(rest[-1])  # batch_first
     first, *states = layer(x.narrow(along, 0, 1), *rest)
@@ -324,8 +324,8 @@ def _by_one_step(layer: Any, x: torch.Tensor, *rest: Any) -> object:
 
 
 class _ByOneStep(OneSequenceOfForm):
-    def layer(self, func: Any) -> Any:
-        return functools.partial(_by_one_step, func)
+    def layer(self, func: object) -> Layer:
+        return functools.partial(_by_one_step, super().layer(func))
 
 
 MOST_USES = 16  # of one weight in a forward that is packed
