@@ -50,7 +50,7 @@ class ValueTensors:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
     number: np.ndarray | None = (
-        None  # int64: each value's in the run's memory, -1 for none; None: all have their own
+        None  # int64: of each value that in the run's memory, -1 for none; None: its own
     )
     count = 0  # values in the run's memory
 
@@ -342,7 +342,7 @@ class Run:
         number = self.tensors.number.take(values)
         inside = iter(self.by_type(number[number >= 0], take))
         places = zip(values, number.tolist(), strict=True)
-        return [self.tensors.of(v).detach() if n < 0 else next(inside) for v, n in places]
+        return [self.tensors.of(v).detach().clone() if n < 0 else next(inside) for v, n in places]
 
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""

@@ -73,7 +73,8 @@ class OneSequence:
         """The result of a call; None where it is on none or several sequences, or torch will say what is wrong."""
         x, sizes, *rest = args
         if func is _SELECT:
-            return x.clone() if rest and x.shape[sizes] == 1 and self.is_order(rest[0]) else None
+            one = rest and type(sizes) is int and x.shape[sizes] == 1
+            return x.clone() if one and self.is_order(rest[0]) else None
         if func is torch._pack_padded_sequence:
             along = 1 if rest[0] else 0
             n = self.length(sizes) if x.dim() > 1 and x.shape[1 - along] == 1 else None
@@ -127,7 +128,7 @@ class OneSequenceOfForm(OneSequence):
             if id(x) not in self.told:
                 return None
             self.order = torch.zeros(1, dtype=torch.int64, device="cpu")
-            return x, self.order
+            return torch.return_types.sort((x, self.order))
         one = isinstance(x, (list, tuple)) and len(x) == 1 and type(x[0]) in (int, torch.SymInt)
         as_lengths = kwargs.get("dtype") in (None, torch.int64) and str(kwargs.get("device", "cpu")) == "cpu"
         return self.lengths(x[0]) if one and as_lengths and len(args) == 1 else None
