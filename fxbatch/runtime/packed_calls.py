@@ -473,10 +473,9 @@ def _as_constants(
     apart."""
     every, places = list(signatures), {s: i for i, s in enumerate(signatures)}
     sig, instance = np.zeros_like(values, np.int32), np.zeros_like(values, np.int32)
-    for p, resolved in earlier:
-        mine = np.flatnonzero((values >= p.known) & (values < p.known + int(p.width[p.sig].sum())))
-        if not len(mine):
-            continue
+    of = np.searchsorted([p.known for p, _ in earlier], values, side="right") - 1
+    for i in np.unique(of).tolist():
+        (p, resolved), mine = earlier[i], np.flatnonzero(of == i)
         calls = p.call_of_value[values[mine] - p.known]
         instance[mine] = p.instance[calls]
         keys = np.stack([p.sig[calls], values[mine] - p.first_value[calls], resolved[calls]], axis=1)

@@ -347,7 +347,10 @@ class Run:
     def numbers(self, values: Sequence[int]) -> list[object]:
         """The values as Python numbers in nested lists: one transfer per type and call."""
         if self.blocks is not None or self.tensors.number is not None:
-            return [t.tolist() for t in self.read(values)]
+            number = self.tensors.number
+            if number is None or (number.take(values) < 0).any():
+                return [t.tolist() for t in self.read(values)]
+            values = number.take(values).tolist()
         if len(values) == 1:
             kind, row = self.value_type.item(values[0]), self.value_row.item(values[0])
             host = self.memory.host_arena(kind)
@@ -371,13 +374,15 @@ class Run:
 
     def settled(self, base: int) -> object:
         """Where C finds the numbers of values that have run, of the types that were asked for before."""
-        if not self._asked or _fast is None or self.tensors.number is not None:
+        if not self._asked or _fast is None:
             return None
         arenas: list[np.ndarray | None] = [None] * (max(self._asked) + 1)
-        for kind in self._asked:
-            host = self.memory.host_arena(kind)
-            arenas[kind] = None if host is None or host.size != len(host) else host
-        return _fast.Settled(base, self.value_type, self.value_row, tuple(arenas))
+        for kind in self._asked:  # those of one number a row
+            arenas[kind] = x if (x := self.memory.host_arena(kind)) is not None and x.size == len(x) else None
+        if (number := self.tensors.number) is None:
+            return _fast.Settled(base, self.value_type, self.value_row, tuple(arenas))
+        types, rows = (np.append(x, -1).take(number) for x in (self.value_type, self.value_row))
+        return _fast.Settled(base, types, rows, tuple(arenas))  # C asks by what was recorded; -1 is no type
 
 
 def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
