@@ -265,9 +265,12 @@ class PackedCalls:
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        if tensors.number is None and not can_run and not len(_readers(program, tensors)):
-            tensors.note(program)
-            return program
+        if not can_run and not len(_readers(program, tensors)):
+            if tensors.number is None:
+                tensors.note(program)
+                return program
+            if (as_it_is := _renumbered(program, tensors)) is not None:
+                return as_it_is
         work = _Resolution(program, tensors)
         self._run_packed(work, packed, grad=grad)
         if not tensors.held:
@@ -492,6 +495,23 @@ def _as_constants(
         sig[mine] = np.array(numbers, dtype=np.int32)[which.reshape(-1)]
     order = np.argsort(sig, kind="stable")
     return tuple(every), sig[order], instance[order], values[order]
+
+
+def _renumbered(program: Program, tensors: ValueTensors) -> Program | None:
+    """A program of which no call ran apart, by the numbers of the run's memory; None if it reads what is not there."""
+    before = tensors.numbers(program.known)
+    number = np.concatenate([before, tensors.count + np.arange(program.values - program.known)])
+    inputs, outputs = number[program.inputs], number[program.outputs]
+    if (inputs < 0).any() or (outputs < 0).any():
+        return None
+    tensors.note(program)
+    tensors.earlier.append((program, np.zeros(len(program), dtype=bool)))
+    early_types = lambda: _types_by_number(program.known_types, before)  # noqa: E731
+    new = dataclasses.replace(
+        program, inputs=inputs, outputs=outputs, known=tensors.count, early_types=early_types
+    )
+    tensors.number, tensors.count = number, new.values
+    return new
 
 
 def _types_by_number(types: np.ndarray | None, number: np.ndarray) -> np.ndarray | None:
