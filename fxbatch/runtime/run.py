@@ -49,9 +49,7 @@ AT_HAND, HELD_APART = 1, 3  # marks of values; what packed calls gave is at hand
 class ValueTensors:
     """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
 
-    number: np.ndarray | None = (
-        None  # int64: of each value that in the run's memory, -1 for none; None: its own
-    )
+    number: np.ndarray | None = None  # int64: each value's in the memory, -1: outside; None: as recorded
     count = 0  # values in the run's memory
 
     def __init__(self) -> None:

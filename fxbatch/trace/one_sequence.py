@@ -102,18 +102,19 @@ class OneSequenceOfForm(OneSequence):
     calls = OneSequence.calls | {torch.tensor, torch.as_tensor, torch.sort}
 
     def __init__(self) -> None:
-        self.told: dict[int, tuple[torch.Tensor, int]] = {}
+        self.told: dict[int, tuple[torch.Tensor, int, int]] = {}  # with lengths and versions, by id
         self.order: torch.Tensor | None = None
 
     def is_order(self, index: object) -> bool:
         return index is not None and index is self.order
 
     def length(self, lengths: torch.Tensor) -> int | None:
-        return self.told[id(lengths)][1] if id(lengths) in self.told else None
+        told = not lengths.is_inference() and self.told.get(id(lengths))
+        return told[1] if told and lengths._version == told[2] else None  # it may have been written to
 
     def lengths(self, n: int) -> torch.Tensor:
         tensor = torch.full((1,), n, dtype=torch.int64, device="cpu")
-        self.told[id(tensor)] = tensor, n
+        self.told[id(tensor)] = tensor, n, 0 if tensor.is_inference() else tensor._version
         return tensor
 
     def sizes(self, n: int) -> torch.Tensor | BatchSizes:

@@ -66,12 +66,19 @@ def _sorted_by_hand(self: Any, x: torch.Tensor) -> Any:
     return pad_packed_sequence(outputs)[0].index_select(1, order), state
 
 
+def _shortened(self: Any, x: torch.Tensor) -> Any:
+    lengths = torch.tensor([len(x)])
+    lengths -= 1
+    outputs, state = self.rnn(pack_padded_sequence(self.e(x).unsqueeze(1), lengths))
+    return pad_packed_sequence(outputs)[0], state
+
+
 def _two(self: Any, x: torch.Tensor) -> Any:
     outputs, state = self.rnn(pack_sequence([self.e(x), self.e(x[:2])]))
     return *pad_packed_sequence(outputs), state
 
 
-FORWARDS = (_batch_first, _shorter, _written, _unpacked, _sorted_by_hand, _two)
+FORWARDS = (_batch_first, _shorter, _written, _unpacked, _sorted_by_hand, _shortened, _two)
 
 
 def _model(forward: Callable[..., Any], rnn: nn.Module, *, waits: bool, **options: Any) -> nn.Module:
