@@ -47,6 +47,7 @@ LONG = 8  # rows of the longest stack that a family has: shorter ones are childr
 MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
+SAVES = 40  # launches, each of one size, from which on a segment of a phase is worth planning
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
@@ -245,38 +246,75 @@ class PackedCalls:
 
     # -- before a phase runs ----------------------------------------------------------------------------
 
-    def resolve(
-        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
-    ) -> Program:
+    def resolve(self, run: Run, program: Program) -> Program:
         """The program with constants in place of packed calls that could run, and of rows that are read of them.
 
-        tensors: of this minibatch's values; they grow.
+        run: of the minibatch; what is known of its values grows. Where nothing needs gradients, calls of this phase run
+        in it that packed calls wait for.
         """
-        if not self.families and tensors.number is None:
+        if not self.families and run.tensors.number is None:
             return program
-        return _at_hand(self.resolve_as_columns(table, program, tensors, grad=grad))
+        assert run.table is not None
+        between = None if run.grad or run.blocks is not None else run
+        return _at_hand(
+            self.resolve_as_columns(run.table, program, run.tensors, grad=run.grad, between=between)
+        )
 
     def resolve_as_columns(
-        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
+        self,
+        table: SignatureTable,
+        program: Program,
+        tensors: ValueTensors,
+        *,
+        grad: bool,
+        between: Run | None = None,
     ) -> Program:
-        """`resolve`, but constants may be places in columns: many of them are read by nobody."""
+        """`resolve`, but constants may be places in columns: many of them are read by nobody. between: where calls run
+        that packed calls wait for."""
         tensors.make_room(program.values)
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        if not can_run and not len(_readers(program, tensors)):
+        if (
+            between is not None
+            and not _first_of_segments(program, packed, np.isin(program.sig, list(packed))).any()
+        ):
+            between = None
+        if not can_run and between is None and not len(_readers(program, tensors)):
             if tensors.number is None:
                 tensors.note(program)
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
-        work = _Resolution(program, tensors)
+        work = _Resolution(program, tensors, between)
         self._run_packed(work, packed, grad=grad)
-        if not tensors.held:
+        if not tensors.held and between is None:
             return program
         work.take_rows()
+        if between is not None:
+            self._run_between(work, between, table, packed)
         return work.program_left(table)
+
+    def _run_between(
+        self, work: _Resolution, run: Run, table: SignatureTable, packed: dict[int, CallFamily]
+    ) -> None:
+        """Run what packed calls wait for, and these, in turns."""
+        p = work.program
+        while True:
+            waits = np.isin(p.sig, list(packed)) & ~work.resolved & ~work.ran
+            first = _first_of_segments(p, packed, waits)
+            if not first.any():
+                return
+            behind = calls_behind(p, p.inputs[first[p.reader]])
+            behind &= ~(work.resolved | work.ran | waits | p.columns.constant[p.sig])
+            if behind.any():
+                run.execute(met_alone(_at_hand(work.program_left(table, behind))), last=False)
+                work.ran |= behind
+            self._run_packed(work, packed, grad=False, inside=True)
+            work.take_rows()
+            if (first & ~work.resolved).any():
+                return
 
     def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
@@ -284,13 +322,16 @@ class PackedCalls:
         family = self.first.get(signature) if family is None and self.first else family
         return None if family is None or family.reason else family
 
-    def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
+    def _run_packed(
+        self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool, inside: bool = False
+    ) -> None:
+        """Run those calls whose inputs are at hand; inside: or in the run's memory."""
         sig = work.program.sig
         waiting = np.zeros(len(work.program.signatures), dtype=bool)
         waiting[list(packed)] = True
-        waiting = waiting[sig]
+        waiting = waiting[sig] & ~work.resolved & ~work.ran
         while waiting.any():
-            ready = np.flatnonzero(waiting & work.have_inputs())
+            ready = np.flatnonzero(waiting & work.have_inputs(inside=inside))
             if not len(ready):
                 return
             by_family: dict[CallFamily, list[int]] = {}
@@ -347,20 +388,37 @@ def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     return bool(waiting.any())
 
 
+def _first_of_segments(program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray) -> np.ndarray:
+    """bool [calls]: those of the packed calls that wait which have to wait for no other; none where that is not worth
+    it, or random numbers are drawn, whose order it would change."""
+    segment = _segment_of(program, waits)
+    last = int(segment[waits].max(initial=0))
+    launches = set(zip(program.sig[waits].tolist(), segment[waits].tolist(), strict=True))
+    steps = {(packed[s], k) for s, k in launches}
+    pays = len(launches) - len(steps) >= SAVES * (last + 1) and last <= MOST
+    return waits & (segment == 0) & (pays and not program.columns.random[program.sig].any())
+
+
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, values: ValueTensors) -> None:
-        self.program, self.tensors = program, values
+    def __init__(self, program: Program, values: ValueTensors, run: Run | None = None) -> None:
+        self.program, self.tensors, self.run = program, values, run
         values.make_room(program.values)
         values.note(program)
         self.held = values.held
         self.resolved = np.zeros(len(program), dtype=bool)
+        self.ran = self.resolved.copy()  # in the run's memory
+        own = np.full(len(program.call_of_value), -1, dtype=np.int64)
+        self.number = np.concatenate([values.numbers(program.known), own])  # of each value in it
 
-    def have_inputs(self) -> np.ndarray:
-        """bool [calls]: whether what each reads is at hand."""
+    def have_inputs(self, *, inside: bool) -> np.ndarray:
+        """bool [calls]: whether what each reads is at hand; inside: or in the run's memory."""
         p = self.program
-        return np.bincount(p.reader[self.tensors.marks[p.inputs] == 0], minlength=len(p)) == 0
+        missing = self.tensors.marks[p.inputs] == 0
+        if inside:
+            missing &= self.number[p.inputs] < 0
+        return np.bincount(p.reader[missing], minlength=len(p)) == 0
 
     def columns_of(self, calls: list[int]) -> list[Column]:
         """What these calls read, by input: tensors, or a packed column that has them in this order."""
@@ -368,13 +426,23 @@ class _Resolution:
         p, constant = self.program, self.tensors.constant
         for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
             values = p.inputs[p.input_offsets[calls] + k].tolist()
-            places = [self.held[v] if v in self.held else constant[v] for v in values]
+            places = [self.held[v] if v in self.held else constant.get(v) for v in values]
             column = places[0][0] if isinstance(places[0], tuple) else ()
             as_they_lie = len(column) == len(values) and all(
                 isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
             )
-            columns.append(column if as_they_lie else [self.tensors.of(v, t) for v in values])
+            columns.append(column if as_they_lie else self.tensors_of(values, [t] * len(values)))
         return columns
+
+    def tensors_of(self, values: Sequence[int], types: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """Values that are at hand, or in the run's memory."""
+        inside = [v for v in values if not self.tensors.marks[v]]
+        if not inside:
+            return [self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
+        assert self.run is not None
+        read = self.run.by_type(self.number[inside], self.run.tensors_by_type)
+        of = dict(zip(inside, read, strict=True))
+        return [of[v] if v in of else self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
@@ -382,7 +450,7 @@ class _Resolution:
             self.program.input_offsets[c] : self.program.input_offsets[c + 1]
         ].tolist()
         types = self.program.signatures[self.program.sig[c]].inputs
-        return [self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
+        return self.tensors_of(values, types)
 
     def give(self, calls: Sequence[int], parts: Sequence[Sequence[object]]) -> None:
         """Calls have run; parts: the values of each output."""
@@ -424,22 +492,25 @@ class _Resolution:
                     self.tensors.marks[value] |= AT_HAND
                 self.resolved[c] = True
 
-    def program_left(self, table: SignatureTable) -> Program:
-        """The calls that are left, behind constants for those values of others that they read, or that are results; and
-        where all values are in the run's memory from now on."""
+    def program_left(self, table: SignatureTable, part: np.ndarray | None = None) -> Program:
+        """The calls that are left, or a part of them (bool [calls]), behind constants for those values of others that
+        they read, or that are results; and where all values are in the run's memory from now on."""
         p, tensors = self.program, self.tensors
-        before = tensors.numbers(p.known)
-        runs = ~(self.resolved | p.columns.constant[p.sig])
+        before = self.number
+        left = ~(self.resolved | self.ran | p.columns.constant[p.sig])
+        runs, outputs = (left, p.outputs) if part is None else (part, p.outputs[:0])
         inside = runs.repeat(p.width[p.sig])
         entries = p.inputs[runs[p.reader]]
-        outside = np.zeros(p.known + len(inside), dtype=bool)
-        outside[entries] = outside[p.outputs] = True
-        outside &= np.concatenate([before < 0, ~inside])
-        tensors.earlier.append((p, self.resolved))
+        outside = np.zeros(len(before), dtype=bool)
+        outside[entries] = outside[outputs] = True
+        outside &= before < 0
+        outside[p.known :] &= ~inside
+        if not tensors.earlier or tensors.earlier[-1][0] is not p:
+            tensors.earlier.append((p, self.resolved))
         signatures, sig, instance, values = _as_constants(
             table, tensors.earlier, p.signatures, np.flatnonzero(outside)
         )
-        number = np.concatenate([before, np.full(len(inside), -1, dtype=np.int64)])
+        number = before.copy()
         number[values] = tensors.count + np.arange(len(values))
         number[p.known :][inside] = tensors.count + len(values) + np.arange(int(inside.sum()))
         constant = tensors.constant if len(values) else {}
@@ -458,10 +529,11 @@ class _Resolution:
                 payloads[s] = payload[first:last]
         program = Program(
             signatures=signatures, sig=np.concatenate([sig, p.sig[runs]]), inputs=number[entries],
-            instance=np.concatenate([instance, p.instance[runs]]), outputs=number[p.outputs], known=tensors.count,
-            early_types=lambda: _types_by_number(p.known_types, before), instances=p.instances, constants=payloads,
+            instance=np.concatenate([instance, p.instance[runs]]), outputs=number[outputs], known=tensors.count,
+            early_types=lambda: _types_by_number(p, before), instances=p.instances, constants=payloads,
         )  # fmt: skip
-        tensors.number, tensors.count = number, program.values
+        self.number = tensors.number = number
+        tensors.count = program.values
         return program
 
 
@@ -506,7 +578,7 @@ def _renumbered(program: Program, tensors: ValueTensors) -> Program | None:
         return None
     tensors.note(program)
     tensors.earlier.append((program, np.zeros(len(program), dtype=bool)))
-    early_types = lambda: _types_by_number(program.known_types, before)  # noqa: E731
+    early_types = lambda: _types_by_number(program, before)  # noqa: E731
     new = dataclasses.replace(
         program, inputs=inputs, outputs=outputs, known=tensors.count, early_types=early_types
     )
@@ -514,13 +586,13 @@ def _renumbered(program: Program, tensors: ValueTensors) -> Program | None:
     return new
 
 
-def _types_by_number(types: np.ndarray | None, number: np.ndarray) -> np.ndarray | None:
-    """int32: the types of values in a run's memory, of those by the recording's numbers."""
-    if types is None:
+def _types_by_number(program: Program, number: np.ndarray) -> np.ndarray | None:
+    """int32: the types of values in a run's memory, of a program by the recording's numbers."""
+    if program.known_types is None and len(program.call_of_value) < len(number):
         return None
     inside = np.flatnonzero(number >= 0)
     of_run = np.zeros(len(inside), dtype=np.int32)
-    of_run[number[inside]] = types[inside]
+    of_run[number[inside]] = program.type_of_value[inside]
     return of_run
 
 

@@ -102,9 +102,7 @@ class ValueTensors:
 class Resolver(Protocol):
     """Runs calls with sizes of their own; who makes a run gives one, or none."""
 
-    def resolve(
-        self, table: SignatureTable, program: Program, tensors: ValueTensors, *, grad: bool
-    ) -> Program: ...
+    def resolve(self, run: Run, program: Program) -> Program: ...
 
 
 class Run:
@@ -173,7 +171,7 @@ class Run:
         """The program after its packed calls, which are constants then."""
         if self.resolver is None or self.table is None or not (len(program) or len(program.outputs)):
             return program
-        return self.resolver.resolve(self.table, program, self.tensors, grad=self.grad)
+        return self.resolver.resolve(self, program)
 
     def finish(self, program: Program, values: np.ndarray) -> Renumber:
         """Execute the last calls; only `values` (= program.outputs) are read any more, so the program is
@@ -332,13 +330,16 @@ class Run:
                 out[place] = item
         return out
 
+    def tensors_by_type(self, requests: list[np.ndarray]) -> list[Sequence[torch.Tensor]]:
+        """Detached tensors of values, for each request of values of one type."""
+        return [self.rows(ids).detach().unbind(0) for ids in requests]
+
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
-        take = lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests]  # noqa: E731
         if self.tensors.number is None:
-            return self.by_type(values, take)
+            return self.by_type(values, self.tensors_by_type)
         number = self.tensors.number.take(values)
-        inside = iter(self.by_type(number[number >= 0], take))
+        inside = iter(self.by_type(number[number >= 0], self.tensors_by_type))
         places = zip(values, number.tolist(), strict=True)
         return [self.tensors.of(v).detach().clone() if n < 0 else next(inside) for v, n in places]
 

@@ -11,8 +11,9 @@ and others of the same memory, are recorded anew when they are next used (`value
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ def _forms(names: tuple[str, ...]) -> dict[object, object]:
         f: getattr(torch.Tensor, name) for name, f in named if f is not None and hasattr(torch.Tensor, name)
     }
 
+
+# Views of all elements in the same order.
+_SAME_ORDER = ("view", "view_as", "squeeze", "unsqueeze", "flatten")
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
 PURE_FORMS: dict[object, object] = {
@@ -300,9 +304,27 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
         raise InPlaceError(f"{name} writes to a view made by {label}() that can't be recorded{at_line()}")
     if label in _DETACHING:
         return _with_gradient_of(recorder, source, new)
-    written: Value = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
+    written = _turned_back(recorder, source, new, label, args[1:], kwargs)
+    if written is None:
+        written = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
     counts = view.grad or not recorder.knowledge.grad
     return written if counts else _with_gradient_of(recorder, source, written)
+
+
+def _turned_back(
+    recorder: RecordedCalls, source: Value, new: Value, label: str, rest: Sequence[object], kwargs: object
+) -> Value | None:
+    """The content of `source` where all of it is in a view of another shape that was given this content; None for other
+    views."""
+    t, of_new = recorder.type_of(source), recorder.type_of(new)
+    if kwargs or t.dtype is not of_new.dtype or math.prod(t.shape) != math.prod(of_new.shape):
+        return None
+    written: Value | None = None
+    if label in _SAME_ORDER:
+        written = recorder.call(torch.Tensor.reshape, (new, *t.shape), {})
+    elif label == "transpose":
+        written = recorder.call(torch.Tensor.transpose, (new, *rest), {})
+    return written if written is not None and written._type == source._type else None
 
 
 def write_through(

@@ -357,3 +357,45 @@ def test_a_stack_that_nobody_reads_is_no_segment() -> None:
         model.zero_grad()
         model([list(torch.randn(n, 8)) for n in sizes]).sum().backward()
         assert {n for n, p in model.named_parameters() if p.grad is not None} == {"used.weight", "used.bias"}
+
+
+class AttentiveDecoder(nn.Module):
+    """Attends to the states of its sentence at each step, with the weights of the step before, and waits after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.encoder = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.cell = nn.GRUCell(8, 8)
+        self.out = nn.Linear(8, 5)
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, s: Sentence) -> torch.Tensor:
+        states = self.encoder(self.embed(s.words))
+        h, weights = states.mean(0), torch.softmax(states.sum(1), 0)
+        for _ in range(6):
+            h = self.cell((weights.unsqueeze(1) * states).sum(0)[None], h[None])[0]
+            weights = torch.softmax(torch.tanh(states + h).sum(1) + weights, 0)
+            if int(self.out(h).argmax()) == 0:
+                break
+        return torch.cat([self.out(h), weights])
+
+
+def test_packed_calls_run_between_others_of_a_phase() -> None:
+    """What reads a state of this phase, and the weights of the one before, is a step a family, not one a length."""
+    torch.manual_seed(3)
+    model = AttentiveDecoder()
+    batch = [Sentence(n) for n in range(9, 39)]
+    with torch.no_grad():
+        for _ in range(3):  # in the first functions are built
+            model(batch)
+        calls, steps = (sum(getattr(f, name) for f in families(model)) for name in ("calls", "steps"))
+        outputs = model(batch)
+        calls = sum(f.calls for f in families(model)) - calls
+        steps = sum(f.steps for f in families(model)) - steps
+        with fxbatch.disabled():
+            for ours, theirs in zip(outputs, model(batch), strict=True):
+                torch.testing.assert_close(ours, theirs)
+    assert calls >= 20 * steps, (calls, steps)
+    assert calls > 1500, calls  # 30 sentences, up to six phases of ten calls with sizes
+    check_equal(model, batch)  # with gradients, where they run as any other

@@ -585,3 +585,25 @@ def test_the_comparison_can_fail() -> None:
             _compare([other], [torch.ones(2)], undefined=None)
     with pytest.raises(AssertionError):
         _compare([True], [False], undefined=None)
+
+
+class WrittenViews(nn.Module):
+    """Writes to views of all elements, and to one of a part."""
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(x)
+        y.view(3, 2).transpose(0, 1).masked_fill_(torch.ones(2, 3) > 0, 0.5).unsqueeze(0).mul_(2)
+        y.view(2, 3)[:, 1:].mul_(3)
+        return y + x
+
+
+def test_a_view_of_all_elements_is_turned_back() -> None:
+    """What is written to it is looked at in the form of what it shows, and not written over a copy of that."""
+    model, xs = WrittenViews(), list(torch.randn(4, 6))
+    program = fxbatch.compile_minibatch(model, xs).program
+    names = [program.signatures[s].name for s in program.sig.tolist()]
+    assert names.count("write_through") == len(xs), names  # the part
+    with fxbatch.disabled():
+        expected = model(xs)
+    torch.testing.assert_close(model(xs), expected)
