@@ -590,9 +590,13 @@ def test_the_comparison_can_fail() -> None:
 class WrittenViews(nn.Module):
     """Writes to views of all elements, and to one of a part."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
     @fxbatch.autobatch(adaptive=False)
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(x)
+        y = self.linear(x)
         y.view(3, 2).transpose(0, 1).masked_fill_(torch.ones(2, 3) > 0, 0.5).unsqueeze(0).mul_(2)
         y.view(2, 3)[:, 1:].mul_(3)
         return y + x
