@@ -276,9 +276,9 @@ class PackedCalls:
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        if (
-            between is not None
-            and not _first_of_segments(program, packed, np.isin(program.sig, list(packed))).any()
+        if between is not None and not (
+            len(packed) >= SAVES  # of each segment as many at least
+            and _first_of_segments(program, packed, np.isin(program.sig, list(packed))).any()
         ):
             between = None
         if not can_run and between is None and not len(_readers(program, tensors)):
