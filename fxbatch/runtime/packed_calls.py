@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -254,46 +254,33 @@ class PackedCalls:
         """
         if not self.families and run.tensors.number is None:
             return program
-        assert run.table is not None
-        between = None if run.grad or run.blocks is not None else run
-        return _at_hand(
-            self.resolve_as_columns(run.table, program, run.tensors, grad=run.grad, between=between)
-        )
+        return _at_hand(self.resolve_as_columns(run, program, in_parts=not run.grad and run.blocks is None))
 
-    def resolve_as_columns(
-        self,
-        table: SignatureTable,
-        program: Program,
-        tensors: ValueTensors,
-        *,
-        grad: bool,
-        between: Run | None = None,
-    ) -> Program:
-        """`resolve`, but constants may be places in columns: many of them are read by nobody. between: where calls run
-        that packed calls wait for."""
+    def resolve_as_columns(self, run: Run, program: Program, *, in_parts: bool = False) -> Program:
+        """`resolve`, but constants may be places in columns: many of them are read by nobody. in_parts: whether calls
+        may run that packed calls wait for."""
+        table, tensors, grad = run.table, run.tensors, run.grad
+        assert table is not None
         tensors.make_room(program.values)
         met = np.bincount(program.sig).nonzero()[0].tolist()
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        if between is not None and not (
-            len(packed) >= SAVES  # of each segment as many at least
-            and _first_of_segments(program, packed, np.isin(program.sig, list(packed))).any()
-        ):
-            between = None
-        if not can_run and between is None and not len(_readers(program, tensors)):
+        in_parts = in_parts and len(packed) >= SAVES  # of each segment as many at least
+        in_parts = in_parts and bool(_first_of_segments(program, packed, _calls_of(program, packed)).any())
+        if not can_run and not in_parts and not len(_readers(program, tensors)):
             if tensors.number is None:
                 tensors.note(program)
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
-        work = _Resolution(program, tensors, between)
+        work = _Resolution(program, tensors, run if in_parts else None)
         self._run_packed(work, packed, grad=grad)
-        if not tensors.held and between is None:
+        if not tensors.held and not in_parts:
             return program
         work.take_rows()
-        if between is not None:
-            self._run_between(work, between, table, packed)
+        if in_parts:
+            self._run_between(work, run, table, packed)
         return work.program_left(table)
 
     def _run_between(
@@ -302,16 +289,15 @@ class PackedCalls:
         """Run what packed calls wait for, and these, in turns."""
         p = work.program
         while True:
-            waits = np.isin(p.sig, list(packed)) & ~work.resolved & ~work.ran
+            waits = _calls_of(p, packed) & work.left
             first = _first_of_segments(p, packed, waits)
             if not first.any():
                 return
-            behind = calls_behind(p, p.inputs[first[p.reader]])
-            behind &= ~(work.resolved | work.ran | waits | p.columns.constant[p.sig])
+            behind = calls_behind(p, p.inputs[first[p.reader]]) & work.left & ~waits
             if behind.any():
                 run.execute(met_alone(_at_hand(work.program_left(table, behind))), last=False)
                 work.ran |= behind
-            self._run_packed(work, packed, grad=False, inside=True)
+            self._run_packed(work, packed, grad=run.grad)
             work.take_rows()
             if (first & ~work.resolved).any():
                 return
@@ -322,16 +308,12 @@ class PackedCalls:
         family = self.first.get(signature) if family is None and self.first else family
         return None if family is None or family.reason else family
 
-    def _run_packed(
-        self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool, inside: bool = False
-    ) -> None:
-        """Run those calls whose inputs are at hand; inside: or in the run's memory."""
+    def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
+        """Run those calls whose inputs are at hand."""
         sig = work.program.sig
-        waiting = np.zeros(len(work.program.signatures), dtype=bool)
-        waiting[list(packed)] = True
-        waiting = waiting[sig] & ~work.resolved & ~work.ran
+        waiting = _calls_of(work.program, packed) & work.left
         while waiting.any():
-            ready = np.flatnonzero(waiting & work.have_inputs(inside=inside))
+            ready = np.flatnonzero(waiting & work.have_inputs())
             if not len(ready):
                 return
             by_family: dict[CallFamily, list[int]] = {}
@@ -376,12 +358,18 @@ class PackedCalls:
         return not family.reason
 
 
+def _calls_of(program: Program, signatures: Collection[int]) -> np.ndarray:
+    """bool [calls]: those of these signatures."""
+    of = np.zeros(len(program.signatures), dtype=bool)
+    of[list(signatures)] = True
+    calls: np.ndarray = of[program.sig]
+    return calls
+
+
 def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     """Whether a call of these signatures reads constants alone, and values of earlier phases."""
     constant = program.columns.constant
-    waiting = np.zeros(len(program.signatures), dtype=bool)
-    waiting[packed] = True
-    waiting = waiting[program.sig]
+    waiting = _calls_of(program, packed)
     reads = np.flatnonzero(waiting[program.reader])
     maker = program.makers(program.inputs[reads])
     waiting[program.reader[reads[(maker >= 0) & ~constant[program.sig[maker]]]]] = False
@@ -412,11 +400,17 @@ class _Resolution:
         own = np.full(len(program.call_of_value), -1, dtype=np.int64)
         self.number = np.concatenate([values.numbers(program.known), own])  # of each value in it
 
-    def have_inputs(self, *, inside: bool) -> np.ndarray:
-        """bool [calls]: whether what each reads is at hand; inside: or in the run's memory."""
+    @property
+    def left(self) -> np.ndarray:
+        """bool [calls]: those that have not run."""
+        p = self.program
+        return ~(self.resolved | self.ran | p.columns.constant[p.sig])
+
+    def have_inputs(self) -> np.ndarray:
+        """bool [calls]: whether what each reads is at hand, or in the memory of the run."""
         p = self.program
         missing = self.tensors.marks[p.inputs] == 0
-        if inside:
+        if self.run is not None:
             missing &= self.number[p.inputs] < 0
         return np.bincount(p.reader[missing], minlength=len(p)) == 0
 
@@ -440,8 +434,7 @@ class _Resolution:
         if not inside:
             return [self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
         assert self.run is not None
-        read = self.run.by_type(self.number[inside], self.run.tensors_by_type)
-        of = dict(zip(inside, read, strict=True))
+        of = dict(zip(inside, self.run.in_memory(self.number[inside]), strict=True))
         return [of[v] if v in of else self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
@@ -497,8 +490,7 @@ class _Resolution:
         they read, or that are results; and where all values are in the run's memory from now on."""
         p, tensors = self.program, self.tensors
         before = self.number
-        left = ~(self.resolved | self.ran | p.columns.constant[p.sig])
-        runs, outputs = (left, p.outputs) if part is None else (part, p.outputs[:0])
+        runs, outputs = (self.left, p.outputs) if part is None else (part, p.outputs[:0])
         inside = runs.repeat(p.width[p.sig])
         entries = p.inputs[runs[p.reader]]
         outside = np.zeros(len(before), dtype=bool)
@@ -684,7 +676,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     program = run.planner.take_rows_first(met_alone(program))
     before = 0
     while True:
-        program = eliminate_dead(packed.resolve_as_columns(table, program, run.tensors, grad=run.grad))
+        program = eliminate_dead(packed.resolve_as_columns(run, program))
         run.tensors = ValueTensors()  # values have other numbers now
         waits = _waiting(packed, program)
         left = int(waits.sum())
@@ -707,7 +699,7 @@ def _waiting(packed: PackedCalls, program: Program) -> np.ndarray:
     """bool [calls]: packed calls, but stacks that become additions."""
     met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0].tolist()
     mine = [s for s in met if packed.family_of(program.signatures[s]) is not None]
-    return np.isin(program.sig, mine) & ~summed_stacks(program)
+    return _calls_of(program, mine) & ~summed_stacks(program)
 
 
 def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:

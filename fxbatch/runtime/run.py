@@ -330,16 +330,16 @@ class Run:
                 out[place] = item
         return out
 
-    def tensors_by_type(self, requests: list[np.ndarray]) -> list[Sequence[torch.Tensor]]:
-        """Detached tensors of values, for each request of values of one type."""
-        return [self.rows(ids).detach().unbind(0) for ids in requests]
+    def in_memory(self, values: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
+        """Detached tensors of values, by their numbers in the memory."""
+        return self.by_type(values, lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests])
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:
         """The values as real, detached tensors on the CPU side: one transfer per type and call."""
         if self.tensors.number is None:
-            return self.by_type(values, self.tensors_by_type)
+            return self.in_memory(values)
         number = self.tensors.number.take(values)
-        inside = iter(self.by_type(number[number >= 0], self.tensors_by_type))
+        inside = iter(self.in_memory(number[number >= 0]))
         places = zip(values, number.tolist(), strict=True)
         return [self.tensors.of(v).detach().clone() if n < 0 else next(inside) for v, n in places]
 

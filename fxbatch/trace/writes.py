@@ -319,12 +319,9 @@ def _turned_back(
     t, of_new = recorder.type_of(source), recorder.type_of(new)
     if kwargs or t.dtype is not of_new.dtype or math.prod(t.shape) != math.prod(of_new.shape):
         return None
-    written: Value | None = None
     if label in _SAME_ORDER:
-        written = recorder.call(torch.Tensor.reshape, (new, *t.shape), {})
-    elif label == "transpose":
-        written = recorder.call(torch.Tensor.transpose, (new, *rest), {})
-    return written if written is not None and written._type == source._type else None
+        return recorder.call(torch.Tensor.reshape, (new, *t.shape), {})
+    return recorder.call(torch.Tensor.transpose, (new, *rest), {}) if label == "transpose" else None
 
 
 def write_through(
