@@ -808,7 +808,9 @@ class WrittenTensor(torch.Tensor):
             return getattr(args[0], _attribute(func))
         if name in ("__set__", "__delete__"):
             return set_attribute(func, args)
-        method = Value.__dict__.get(name) if getattr(torch.Tensor, name, None) is func else None
+        method = None  # a value's own, where the tensor is first: it may be written to another, or be an index of it
+        if args and isinstance(args[0], Value) and getattr(torch.Tensor, name, None) is func:
+            method = Value.__dict__.get(name)
         result = func(*args, **kwargs) if method is None else method(*args, **kwargs)
         return next((x for x, v in pairs if result is v), result)
 

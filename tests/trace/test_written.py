@@ -145,9 +145,22 @@ def integers(m: Parts, x: torch.Tensor) -> Any:
     return counts, m.l(x)
 
 
+def written_into_others(m: Parts, x: torch.Tensor) -> Any:  # as a stack of states is put back where a mask is
+    row, stack, mask = torch.zeros(SIZE, dtype=x.dtype), torch.zeros(3, SIZE, dtype=x.dtype), torch.zeros(3).bool()
+    row[torch.tensor([1])] = m.l(x)[:1]
+    mask[1] = m.l(x)[0] < 2**10
+    rows = stack[torch.tensor([False, True, False])]
+    rows[torch.tensor([0]), torch.tensor([2])] = m.l(x)[2]
+    stack[torch.tensor([False, True, False])] = rows
+    stack[2] = row
+    picked = torch.arange(3.0, dtype=x.dtype)
+    picked[mask] = 5
+    return stack, picked, picked.add_(row[1])
+
+
 CODES = (
     accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
-    after_a_wait, functions, integers,
+    after_a_wait, functions, integers, written_into_others,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "autograd": {"backward": "autograd"},
