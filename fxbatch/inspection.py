@@ -203,7 +203,8 @@ def _record(
     if recording.held is not None:
         recording.held.abandon()
     program = recording.pending_program(found.values)
-    return engine, recording, run, after_packed_calls(run, program) if live else program, found
+    program = after_packed_calls(run, program) if live else program
+    return engine, recording, run, run.resolved(program) if program.known else program, found
 
 
 def _whole(model: Any, args: Sequence[Any]) -> Explanation | None:
