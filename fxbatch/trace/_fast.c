@@ -325,6 +325,22 @@ static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *a
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
+/* A row of a bare parameter, or of a view of it, that was asked for before (arguments.call_of_bare); NULL for others. */
+static PyObject *row_of_bare(PyObject *recorder, PyObject *of, PyObject *index)
+{
+    PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *row = NULL;
+    if (!asked || !PyDict_CheckExact(asked) || !PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
+        return NULL;
+    PyObject *id = PyLong_FromVoidPtr(of), *mode = PyLong_FromLongLong(WHOLE(KNOWN(recorder), at.mode));
+    PyObject *key = id && mode ? PyTuple_Pack(3, id, index, mode) : NULL;
+    if (key)
+        row = Py_XNewRef(PyDict_GetItemWithError(asked, key));
+    Py_XDECREF(key);
+    Py_XDECREF(mode);
+    Py_XDECREF(id);
+    return row;
+}
+
 /* __torch_function__(func, types, args=(), kwargs=None) of values, and of bare parameters */
 static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
@@ -333,6 +349,9 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
         PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
+        if (args[0] == getitem && !names && PyTuple_GET_SIZE(args[2]) == 2 && PyLong_CheckExact(given[1]) &&
+            (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
+            result = row_of_bare(current, given[0], given[1]);
         if (!result && !PyErr_Occurred())
             result = pure ? call_in_place(current, args[0], pure, given, PyTuple_GET_SIZE(args[2]), names)
                           : call_function(current, args[0], given, PyTuple_GET_SIZE(args[2]), names, 1);
@@ -388,7 +407,8 @@ typedef struct {
     vectorcallfunc call;
     PyObject *owner; /* a function that its arguments are given to; NULL: the first argument is a module */
     PyObject *slow;
-    int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner` */
+    int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner`;
+                OF_PLAIN_DATA: `owner` is called where no argument is a tensor, or holds one */
 } Method;
 
 /* Whether an index says something of all of a tensor: slices, None. Others begin with a row, or are read first. */
@@ -464,6 +484,44 @@ static PyObject *reader_call(PyObject *self, PyObject *const *args, size_t nargs
     return PyObject_Vectorcall(m->slow, args, nargsf, kwnames);
 }
 
+static int is_atom(PyObject *x)
+{
+    PyTypeObject *t = Py_TYPE(x);
+    return t == &PyLong_Type || t == &PyFloat_Type || t == &PyBool_Type || x == Py_None || t == Dtype || t == Device ||
+           t == &PyUnicode_Type || t == &PyComplex_Type;
+}
+
+static int is_plain_data(PyObject *x)
+{
+    PyTypeObject *t = Py_TYPE(x);
+    int plain = is_atom(x) || t == &PyList_Type || t == &PyTuple_Type || t == Size;
+    if (plain && !is_atom(x))
+        for (Py_ssize_t i = 0; plain && i < PySequence_Fast_GET_SIZE(x); i++)
+            plain = is_atom(PySequence_Fast_GET_ITEM(x, i));
+    return plain;
+}
+
+/* torch.zeros(3), torch.tensor([1.0, 2.0]) */
+static PyObject *factory_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Method *m = (Method *)self;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
+    int plain = 1;
+    for (Py_ssize_t i = 0; plain && i < n; i++)
+        plain = is_plain_data(args[i]);
+    return PyObject_Vectorcall(plain ? m->owner : m->slow, args, nargsf, kwnames);
+}
+
+/* What a function has, the one behind it has: `torch.zeros.__name__`. */
+static PyObject *method_getattro(PyObject *self, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr(self, name);
+    if (found || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(((Method *)self)->slow, name);
+}
+
 static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
     return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
@@ -478,7 +536,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Method *m = (Method *)type->tp_alloc(type, 0);
     if (m) {
         m->how = how;
-        m->call = how < 0 || how == IN_PLACE ? method_call : reader_call;
+        m->call = how == OF_PLAIN_DATA ? factory_call : how < 0 || how == IN_PLACE ? method_call : reader_call;
         m->owner = owner == Py_None ? NULL : Py_NewRef(owner);
         m->slow = Py_NewRef(slow);
     }
@@ -502,6 +560,7 @@ static PyTypeObject MethodType = {
     .tp_new = method_new,
     .tp_dealloc = method_dealloc,
     .tp_call = PyVectorcall_Call,
+    .tp_getattro = method_getattro,
     .tp_vectorcall_offset = offsetof(Method, call),
     .tp_descr_get = method_get,
     .tp_members = method_members,
@@ -546,7 +605,7 @@ static struct {
     {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
-    {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"bare_function", &slow_bare},
+    {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"Heard", &Heard}, {"bare_function", &slow_bare},
     {"handle_torch_function", &slow_handle}, {"has_torch_function", &slow_question},
 };
 
@@ -583,7 +642,7 @@ static struct {
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "settled", &at.settled},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids}, {&Recorder, "once", &at.once},
-    {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "base", &at.base, 1},
+    {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "heard", &at.heard}, {&Heard, "again", &at.views_asked}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
     {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},
     {&View, "grad", &at.through}, {&View, "seen", &at.seen, 1}, {&Written, "value", &at.stands_for},

@@ -335,11 +335,13 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
         return _as_tensors(func, args, kwargs)
     recorder.sync_modes()
-    key = None
+    key: tuple[object, ...] | None = None  # where it is a row, C finds it by this
     if func is GETITEM and len(args) == 2:
         args = args[0], _by_numbers(recorder, args[1])
-    if args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
+        key = (id(args[0]), args[1], recorder.knowledge.mode) if type(args[1]) is int else None
+    if not key and args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
         key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.knowledge.mode
+    if key:
         view = recorder.heard.again.get(key)
         if view is not None:
             return view

@@ -57,13 +57,14 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "inputs", "knowledge", "lifted", "number_ids", "once", "payload",
+        "base", "constants", "count", "graded", "heard", "inputs", "knowledge", "lifted", "number_ids", "once", "payload",
         "row_calls", "settled", "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
     views_met: dict[int, list[torch.Tensor]]  # of real tensors, by the id of what they are views of
     graded: bool  # whether some call was made with gradients on
+    heard: Heard  # parameters that the user's code reads by itself
     sigs: Any  # signature id of each call
     inputs: Any  # value ids
     count: int  # id of the next value

@@ -43,7 +43,7 @@ from fxbatch.torch_private import (
     tree_leaves,
 )
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
-from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, unheard
+from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, Heard, unheard
 from fxbatch.trace.calls import examined_function, with_contents
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
@@ -100,7 +100,7 @@ if _fast is not None:
     _fast.setup(
         {
             "Value": Value, "Tensor": torch.Tensor, "Parameter": torch.nn.Parameter,
-            "BareParameter": BareParameter, "BareView": BareView, "bare_function": bare_function,
+            "BareParameter": BareParameter, "BareView": BareView, "Heard": Heard, "bare_function": bare_function,
             "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns,
             "Knowledge": Knowledge, "Entry": Entry,
@@ -148,12 +148,18 @@ if _fast is not None:
 _PATCHES: list[tuple[object, str, object]] = []  # what stands in torch's place while some thread records
 
 
-def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacement]:
+def stands_for(owner: object, *names: str, of_tensors: bool = False) -> Callable[[Replacement], Replacement]:
     """This function stands for functions of torch while some thread records: where it is the caller that records, it
-    is given the recorder, torch's function and the arguments."""
+    is given the recorder, torch's function and the arguments. of_tensors: torch's own is called where none is a tensor,
+    or holds one."""
 
     def named(traced: Replacement) -> Replacement:
-        _PATCHES.extend((owner, name, _while_recording(getattr(owner, name), traced)) for name in names)
+        for name in names:
+            plain = getattr(owner, name)
+            called = _while_recording(plain, traced)
+            if of_tensors and _fast is not None:
+                called = _fast.Method(plain, called, len(READERS) + 1)
+            _PATCHES.append((owner, name, called))
         return traced
 
     return named
@@ -379,7 +385,7 @@ def _is_plain(x: Any) -> bool:
     return type(x) in _ATOMS or (type(x) in _LISTS and _ATOMS.issuperset(map(type, x)))
 
 
-@stands_for(torch, *_FACTORIES)
+@stands_for(torch, *_FACTORIES, of_tensors=True)
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
     if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):
