@@ -26,7 +26,15 @@ from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
-from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, BodyError, is_marked, run_on_fakes
+from fxbatch.trace.operations import (
+    MARKED,
+    PLAIN_MODULE,
+    TORCH_MODULE,
+    BodyError,
+    TooManyCallsError,
+    is_marked,
+    run_on_fakes,
+)
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import why_not_plain
 from fxbatch.trace.reads import Reads
@@ -38,6 +46,7 @@ from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
 MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
+LOOP_CALLS = 48  # of torch, from which on a body that makes other numbers of them for other arguments is a loop as well
 
 
 class ModuleRecord:
@@ -309,11 +318,16 @@ def _new_entry(
             if entry is not None:
                 entries[key] = entry
                 return entry
-        if rule is PLAIN_MODULE and _shapes_met(recorder, record, examined) >= MANY_SHAPES:
+        met = _signatures_met(recorder, record, examined) if rule is PLAIN_MODULE else {}
+        if len(met) >= MANY_SHAPES:
             many = f"met more than {MANY_SHAPES} signatures: its parts batch better"
             return _from_now_on(recorder, record, many)
         try:
             entry = _signature(record, examined, rule, arguments)
+            if rule is PLAIN_MODULE and _loops({**met, key: entry}):
+                raise TooManyCallsError("loops over a sequence: the steps of all instances batch better")
+        except TooManyCallsError as error:
+            return _from_now_on(recorder, record, str(error))
         except FxbatchError:
             raise
         except Exception as error:  # noqa: BLE001 - traced through, its parts raise again what is the user's own mistake
@@ -346,10 +360,16 @@ def _why_coupled(module: torch.nn.Module) -> str:
     return "writes to a parameter or buffer, which all instances share"
 
 
-def _shapes_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> int:
-    """How many different arguments a module was recorded with, whatever its code read meanwhile."""
+def _signatures_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> dict[object, Entry]:
+    """By arguments the calls of a module that were recorded, whatever its code read meanwhile."""
     alike = record.variants[recorder.knowledge.mode_key, examined.structure].values()
-    return len({key for entries in alike for key, entry in entries.items() if type(entry) is Entry})
+    return {key: entry for entries in alike for key, entry in entries.items() if type(entry) is Entry}
+
+
+def _loops(entries: dict[object, Entry]) -> bool:
+    """Whether a body makes many calls of torch, and another number of them each time."""
+    calls = {entry.outcome.calls for entry in entries.values() if entry.outcome is not None}
+    return len(calls) > 1 and max(calls) >= LOOP_CALLS
 
 
 def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: Arguments) -> Entry:

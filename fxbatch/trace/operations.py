@@ -281,6 +281,7 @@ class BodyRun:
     reshaped: bool = False  # the body changes the shape of an input
     written_shared: tuple[int, ...] = ()  # shared operands that the body writes to
     random: bool = False  # draws torch random numbers
+    calls: int = field(default=0, compare=False)  # of torch's functions
 
     def detaches(self, inputs: Sequence[TensorSpec]) -> bool:
         """Whether gradients could go through by the types, and don't."""
@@ -367,14 +368,14 @@ class _CallWatch(TorchFunctionMode):
         self.device = device
         self.one = _ByOneStep()
         self.data = data_of_tensors()
-        self.left = math.inf if most is None else most
-        self.most = most
+        self.calls = 0
+        self.most = math.inf if most is None else most
         self.weights = {id(w) for w in weights if w.dim() > 1}
         self.uses: dict[tuple[object, int], int] = {}
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        self.left -= 1
-        if self.left < 0:
+        self.calls += 1
+        if self.calls > self.most:
             raise TooManyCallsError(f"calls torch more than {self.most} times: its parts batch better")
         for key in [(func, id(x)) for x in args if id(x) in self.weights]:
             self.uses[key] = self.uses.get(key, 0) + 1
@@ -482,7 +483,7 @@ def _run_without_memory(
         before, operands_before = [t._version for t in tensors], [t._version for t in operands]
         try:
             of_factories = _META if device == torch.get_default_device() else nullcontext()
-            with of_factories, watch, _CallWatch(most, () if loops else operands, device):
+            with of_factories, watch, _CallWatch(most, () if loops else operands, device) as calls:
                 result = body(list(tensors), list(operands))
         except TooManyCallsError:
             raise
@@ -496,7 +497,7 @@ def _run_without_memory(
         types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
         outcome = _outcome(result, types, tensors, operands, before, operands_before, watch.random)
         outputs = [tensor_spec(t.shape, t.dtype, device) for t in outcome.outputs]
-        return replace(outcome, outputs=tuple(outputs))
+        return replace(outcome, outputs=tuple(outputs), calls=calls.calls)
 
 
 def _run_on_fakes(
@@ -518,14 +519,15 @@ def _run_on_fakes(
         states = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
-            with watch, _CallWatch(most, () if loops else fake_shared):
+            with watch, _CallWatch(most, () if loops else fake_shared) as calls:
                 result = body(list(fakes), fake_shared)
         finally:
             _LOG.disabled = quiet
             drew = _restore_python_random(states)
         if drew:
             raise BodyError("draws Python or numpy random numbers")
-        return _outcome(result, inputs, fakes, list(fake_shared), before, shared_before, watch.random)
+        outcome = _outcome(result, inputs, fakes, list(fake_shared), before, shared_before, watch.random)
+        return replace(outcome, calls=calls.calls)
 
 
 def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:

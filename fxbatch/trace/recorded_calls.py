@@ -57,8 +57,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "heard", "inputs", "knowledge", "lifted", "number_ids", "once", "payload",
-        "row_calls", "settled", "sigs", "values", "views_met",
+        "base", "constants", "count", "graded", "heard", "inputs", "knowledge", "lifted", "number_ids", "once",
+        "payload", "row_calls", "settled", "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+import fxbatch
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import FakeTensorMode
@@ -492,3 +493,24 @@ def test_a_submodule_that_loops_over_a_sequence_is_recorded_by_its_parts(length:
     )
     names = {s.name for program in execution.programs for s in program.signatures}
     assert any("Reader" in name or "reader" in name for name in names) == whole, names
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole"), [((5, 6, 7, 5), 3), ((20, 40, 30, 20), 0), ((20, MOST_CALLS, 20), 0)]
+)
+def test_a_long_loop_of_other_lengths_is_recorded_by_its_parts(lengths: tuple[int, ...], whole: int) -> None:
+    """The second long one tells that it is a loop; short ones are few operations."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.reader = nn.Linear(3, 3), Reader()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.reader(self.first(x)).tanh()
+
+    model = Model()
+    f = fxbatch.autobatch(adaptive=False)(model.forward)
+    xs = [torch.randn(n, 3) for n in lengths]
+    torch.testing.assert_close(torch.cat(list(f(xs))), torch.cat([model(x) for x in xs]))
+    assert sum("reader(" in row.signature for row in fxbatch.explain(f, xs).operations) == whole

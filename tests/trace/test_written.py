@@ -146,7 +146,11 @@ def integers(m: Parts, x: torch.Tensor) -> Any:
 
 
 def written_into_others(m: Parts, x: torch.Tensor) -> Any:  # as a stack of states is put back where a mask is
-    row, stack, mask = torch.zeros(SIZE, dtype=x.dtype), torch.zeros(3, SIZE, dtype=x.dtype), torch.zeros(3).bool()
+    row, stack, mask = (
+        torch.zeros(SIZE, dtype=x.dtype),
+        torch.zeros(3, SIZE, dtype=x.dtype),
+        torch.zeros(3).bool(),
+    )
     row[torch.tensor([1])] = m.l(x)[:1]
     mask[1] = m.l(x)[0] < 2**10
     rows = stack[torch.tensor([False, True, False])]
