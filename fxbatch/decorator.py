@@ -372,14 +372,19 @@ class Autobatched:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
         and the others otherwise."""
         grad, count = torch.is_grad_enabled(), len(instances)
-        choice, begun = strategy.choose(count, grad=grad), stopwatch.now()
+        choice = strategy.choose(count, grad=grad, spent=-engine.queue.earned)
+        begun = stopwatch.now()
         result, batched = self._as_chosen(engine, strategy, choice, instances)
-        seconds = loop = strategy.loop_seconds(count, grad=grad, backward=True)
+        seconds, guessed = strategy.loop_seconds(count, grad=grad, backward=True), 0.0
+        loop = seconds
         if batched:
-            forward, share = strategy.loop_seconds(count, grad=grad), batched / count
-            backward = share * strategy.backward_seconds(count, grad=grad) + (1 - share) * (loop - forward)
-            seconds = stopwatch.now() - begun + backward
-        if engine.build_waiting(seconds=seconds, loop=loop, batched=batched > 0) and not engine.queue:
+            of_loop, share = loop - strategy.loop_seconds(count, grad=grad), batched / count
+            backward = strategy.backward_seconds(count, grad=grad)
+            guessed = share * of_loop if backward is None else 0.0
+            backward = of_loop if backward is None else backward
+            seconds = stopwatch.now() - begun + share * backward + (1 - share) * of_loop
+        engine.queue.earn(seconds=seconds, loop=loop, batched=batched > 0, guessed=guessed)
+        if engine.build_waiting() and not engine.queue:
             strategy.look_again()
         return result
 

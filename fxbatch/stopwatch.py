@@ -35,6 +35,7 @@ def now() -> float:
 class _Building(threading.local):
     seconds = 0.0
     depth = 0
+    late = 0.0  # that calls took one by one of what is not built yet, beyond what they take once it is
 
 
 _building = _Building()
@@ -53,6 +54,11 @@ def building() -> Iterator[None]:
             _building.seconds += now() - begun
 
 
+def count_late(seconds: float) -> None:
+    """Calls of what is not built yet took so much longer."""
+    _building.late += seconds
+
+
 def seconds_of_building() -> float:
     """The seconds that this thread has spent in `building()` until now."""
     return _building.seconds
@@ -66,6 +72,7 @@ class Timing:
     forward: float = 0.0
     backward: float = 0.0
     building: float = 0.0  # besides
+    late: float = 0.0  # of both, beyond what they take once all is built
 
     def of(self, run: Callable[[], T], *, apart: bool = False) -> T:
         """The result of `run`, whose time is added, as will be that of backward passes through the result. apart: it is
@@ -78,11 +85,12 @@ class Timing:
 
     def forward_of(self, run: Callable[[], T]) -> T:
         """The result of `run`, whose time is added."""
-        building, begun = seconds_of_building(), now()
+        building, late, begun = seconds_of_building(), _building.late, now()
         result = run()
         seconds, building = now() - begun, seconds_of_building() - building
         self.forward += seconds - building
         self.building += building
+        self.late += _building.late - late
         return result
 
     def _await_backward(self, results: list[Any], first: int) -> None:
@@ -105,18 +113,21 @@ class Timing:
         if not nodes:
             return
         every = len(set(roots.values()))
-        passes: dict[int, tuple[float, set[int]]] = {}  # when each began, and of which results
+        passes: dict[
+            int, tuple[float, float, set[int]]
+        ] = {}  # when each began, how late, and of which results
 
         def begin(i: int, gradients: Any) -> None:
             task = graph_task()
             if task not in passes:
-                passes[task] = now(), set()
-            passes[task][1].add(i)
+                passes[task] = now(), _building.late, set()
+            passes[task][2].add(i)
 
         def end(inputs: Any, outputs: Any) -> None:
             begun = passes.pop(graph_task(), None)
             if begun is not None:
-                self.backward += (now() - begun[0]) * every / len(begun[1])
+                self.backward += (now() - begun[0]) * every / len(begun[2])
+                self.late += (_building.late - begun[1]) * every / len(begun[2])
 
         for root, i in roots.items():
             root.register_prehook(functools.partial(begin, i))

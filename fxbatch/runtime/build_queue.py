@@ -118,14 +118,14 @@ class BuildQueue:
                 waiting.comes_again = True
                 self._looked = False  # its calls have taken longer by now
 
-    def earn(self, *, seconds: float, loop: float, batched: bool = False) -> None:
+    def earn(self, *, seconds: float, loop: float, batched: bool = False, guessed: float = 0.0) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
-        of it was batched."""
+        of it was batched. guessed: of the seconds, what its backward pass may take, where none was batched yet."""
         self.earned += (1.0 + SHARE) * loop - seconds
         late, self._late = self._late, self._seconds_late()
         if batched:
             built = stopwatch.seconds_of_building() - self._built_before
-            self._ahead = AHEAD * min(loop, max(0.0, loop - seconds + built + self._late - late))
+            self._ahead = AHEAD * min(loop, max(0.0, loop - seconds + guessed + built + self._late - late))
         if self._minibatches == 1:  # much of what a first minibatch takes never comes again
             self.earned = max(self.earned, 0.0)
 

@@ -126,10 +126,8 @@ class Engine(Planner):
 
         return result, why
 
-    def build_waiting(self, *, seconds: float, loop: float, batched: bool) -> int:
-        """Build some of what runs call by call, after a minibatch that took so long, where the loop takes so long, and
-        of which some was batched. How much was built."""
-        self.queue.earn(seconds=seconds, loop=loop, batched=batched)
+    def build_waiting(self) -> int:
+        """Build some of what runs call by call. How much was built."""
         with kernel_modes():
             return self.queue.build()
 

@@ -34,7 +34,7 @@ from fxbatch.codegen.native_programs import NativeStep, make_step, sources_of
 from fxbatch.codegen.operation_graphs import Large
 from fxbatch.codegen.step_functions import StepFunction, backward_function, forward_function, row_functions
 from fxbatch.ir import CONSTANT_KINDS, Layout, Signature, TensorSpec
-from fxbatch.stopwatch import building
+from fxbatch.stopwatch import building, count_late
 from fxbatch.torch_private import without_saved_tensor_hooks
 from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.torch_patches import patched, patching
@@ -158,6 +158,7 @@ class CompiledOperation:
     def count_late(self, seconds: float, n: int) -> None:
         """A launch of n calls, one by one, took so long; a batched one of two takes little more than one call."""
         self.seconds += seconds * n / (n + 1)
+        count_late(seconds * n / (n + 1))
 
     @property
     def compile_seconds(self) -> float:

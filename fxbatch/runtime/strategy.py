@@ -38,7 +38,8 @@ MET = 0.75  # of the loop's time, after which none is, what is met for the first
 FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
 TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
-HOPELESS = 2.0  # times the loop's, above which none is
+HOPELESS = 2.0  # times the loop's, once all is built, above which none is
+PATIENCE = 2.0  # times the loop's time beyond its own: what all of that may have taken
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
@@ -99,11 +100,11 @@ class _Case:
         self.loops = False  # whether the loop runs between rounds
         self.whole = False  # whether it is timed over whole minibatches
 
-    def next(self, instances: int) -> Choice:
+    def next(self, instances: int, spent: float) -> Choice:
         """How the next minibatch runs."""
         self.minibatches += 1
         before, self.timed = self.timed, ""
-        if before == "batch" and self.retimed < RETIMED and self._is_learning():
+        if before == "batch" and self.retimed < RETIMED and self._is_learning(spent):
             self.batch.pop()
             self.retimed += 1
             return self._time_batch(instances)
@@ -125,7 +126,7 @@ class _Case:
             return self._time_loop(instances, "scouts")
         return Choice(not self.loops)
 
-    def _is_learning(self) -> bool:
+    def _is_learning(self, spent: float) -> bool:
         """Whether the minibatch that was timed says less than the next one will: something was built for it, or not
         all of it was begun, and more than of the one before; or it is the first for which nothing was, and took
         longer than the loop."""
@@ -137,8 +138,10 @@ class _Case:
             hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
             return not hopeless and timing.instances >= LEARNING * begun
         self.ready = not timing.building
-        ratio = batch / loop if loop else 0.0
-        return ratio <= HOPELESS and (bool(timing.building) or (ratio > 1.0 and not ready))
+        ratio, built = [(x / loop if loop else 0.0) for x in (batch, batch - timing.late / timing.instances)]
+        if built > HOPELESS or (ratio > HOPELESS and spent > PATIENCE * loop * self.size):
+            return False
+        return bool(timing.building) or (ratio > 1.0 and (not ready or ratio > HOPELESS))
 
     def _time_batch(self, instances: int) -> Choice:
         self.timed, self.size = "batch", instances
@@ -193,13 +196,13 @@ class Strategy:
 
     # -- choices ------------------------------------------------------------------------------------
 
-    def choose(self, instances: int, *, grad: bool) -> Choice:
-        """How the next minibatch runs."""
+    def choose(self, instances: int, *, grad: bool, spent: float = 0.0) -> Choice:
+        """How the next minibatch runs. spent: seconds that batching has taken beyond the loop."""
         with self._lock:
             case = self._cases.setdefault((grad, instances.bit_length()), _Case())
             if not instances:
                 return Choice(True)
-            choice = case.next(instances)
+            choice = case.next(instances, spent)
             case.looped += not choice.batches or choice.scouts == instances
             return choice
 
@@ -232,15 +235,12 @@ class Strategy:
         seconds = self.loop_seconds(instances, grad=grad, backward=True)
         return Trial(seconds) if seconds else None
 
-    def backward_seconds(self, instances: int, *, grad: bool) -> float:
-        """About how long batched backward passes take: as long as the loop's, where none was timed yet."""
+    def backward_seconds(self, instances: int, *, grad: bool) -> float | None:
+        """About how long batched backward passes take; None where none was timed yet."""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
             timed = [] if case is None or not grad else [t for t in case.batch if t.backward]
-        if timed:
-            return instances * _median([t.backward / t.instances for t in timed])
-        whole = self.loop_seconds(instances, grad=grad, backward=True)
-        return whole - self.loop_seconds(instances, grad=grad)
+        return instances * _median([t.backward / t.instances for t in timed]) if timed else None
 
     def look_again(self) -> None:
         """Begin rounds with the next minibatches: batching has become faster, as all is built."""

@@ -99,6 +99,18 @@ def test_what_batching_may_save_is_spent_ahead_and_not_all_at_once(clock: Clock)
     assert counts[-1] == pytest.approx((AHEAD * 0.75 + 2 * (1.0 + SHARE) - 2 * 1.5) / (MOST / 2), abs=2)
 
 
+def test_a_backward_pass_that_nobody_has_timed_does_not_keep_from_building(clock: Clock) -> None:
+    """Half of the loop's second is its backward pass; what is batched takes longer than the loop forward alone."""
+    for guessed, ahead in ((0.0, 0.0), (0.5, 0.25 * AHEAD)):
+        queue = BuildQueue()
+        with queue.minibatch(8, loop=1.0):
+            clock.time += 0.75
+        queue.earn(seconds=1.25, loop=1.0, batched=True, guessed=guessed)
+        queue.earned = -1.0
+        with queue.minibatch(8, loop=1.0):
+            assert queue.may_build(calls=8) == (ahead > 0.0)
+
+
 def test_nothing_is_built_where_recording_alone_takes_longer_than_the_loop(clock: Clock) -> None:
     queue = BuildQueue()
     with queue.minibatch(8, loop=1.0):
@@ -120,15 +132,15 @@ def test_calls_one_by_one_lose_less_the_fewer_they_are() -> None:
         assert compiled.seconds - before == pytest.approx(lost)
 
 
-def test_backward_passes_count_as_long_as_the_loops_until_one_was_timed() -> None:
+def test_backward_passes_have_no_time_until_one_was_timed() -> None:
     strategy = Strategy()
     for choice in (strategy.choose(8, grad=True), strategy.choose(8, grad=True)):
         assert choice.timing is not None
         batched = choice.batches and not choice.scouts
         choice.timing.forward, choice.timing.backward = (0.4, 0.0) if batched else (1.0, 2.0)
     each = 8 / choice.timing.instances
-    assert strategy.backward_seconds(8, grad=True) == pytest.approx(2.0 * 8 / 4)
-    assert strategy.backward_seconds(8, grad=False) == 0.0
+    assert strategy.backward_seconds(8, grad=True) is None
+    assert strategy.backward_seconds(8, grad=False) is None
     choice.timing.backward = 0.5
     assert strategy.backward_seconds(8, grad=True) == pytest.approx(0.5 * each)
 

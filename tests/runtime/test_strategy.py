@@ -17,8 +17,19 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxbatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
-from fxbatch.runtime.strategy import MET, RETIMED, SCOUTS, TOO_LONG, TRIAL, Choice, Strategy, Trial
-from fxbatch.stopwatch import Timing, building
+from fxbatch.runtime.strategy import (
+    HOPELESS,
+    MET,
+    PATIENCE,
+    RETIMED,
+    SCOUTS,
+    TOO_LONG,
+    TRIAL,
+    Choice,
+    Strategy,
+    Trial,
+)
+from fxbatch.stopwatch import Timing, building, count_late
 from fxbatch.trace.state import current_recorder
 from tests.clock import Clock
 from tests.oracle import check_equal
@@ -86,20 +97,24 @@ def strategy_of(f: Any, model: nn.Module) -> Strategy:
 class Times:
     """What an instance takes by the loop and batched, forward and backward; what a batched minibatch builds."""
 
-    def __init__(self, loop: float, batch: float, *, back: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.loop, self.batch, self.back = loop, batch, back
+    def __init__(
+        self, loop: float, batch: float, *, back: tuple[float, float] = (0.0, 0.0), late: float = 0.0
+    ) -> None:
+        self.loop, self.batch, self.back, self.late = loop, batch, back, late
         self.building: Iterator[float] = iter(())
+        self.spent = 0.0
 
 
 def run(strategy: Strategy, n: int, times: Times, *, grad: bool = False) -> Choice:
     """One minibatch of n instances that takes as long."""
-    choice = strategy.choose(n, grad=grad)
+    choice = strategy.choose(n, grad=grad, spent=times.spent)
     timing = choice.timing
     if timing is not None:
         by_loop = choice.scouts > 0
         timing.forward += timing.instances * (times.loop if by_loop else times.batch)
         timing.backward += timing.instances * times.back[not by_loop]
         timing.building += 0.0 if by_loop else next(times.building, 0.0)
+        timing.late += 0.0 if by_loop else timing.instances * times.late
     return choice
 
 
@@ -203,6 +218,21 @@ def test_a_minibatch_that_takes_far_longer_than_the_loop_is_not_timed_again() ->
     assert loops(Strategy(), 64, times, 40) == [False] * 2 + [True] * 38
 
 
+def test_what_takes_long_as_it_is_not_built_yet_is_timed_again_while_not_too_much_was_spent() -> None:
+    ratio = HOPELESS + 1.0
+    for late, spent, timed in ((1.5, 0.0, 1 + RETIMED), (1.5, PATIENCE * 64 + 1.0, 1), (0.5, 0.0, 1)):
+        times = Times(1.0, ratio, late=late)
+        times.spent = spent
+        assert loops(Strategy(), 64, times, 30) == [False] * (1 + timed) + [True] * (29 - timed), (
+            late,
+            spent,
+        )
+    strategy, times = Strategy(), Times(1.0, ratio, late=1.5)
+    assert loops(strategy, 64, times, 3) == [False] * 3
+    times.batch, times.late = 0.1, 0.0  # all is built
+    assert not any(loops(strategy, 64, times, 30))
+
+
 def test_a_few_instances_that_take_far_longer_than_the_loop_for_all_are_tried_twice() -> None:
     """In the first trial all is new; more instances are begun in each."""
 
@@ -281,6 +311,7 @@ def test_a_backward_pass_is_timed_whoever_asks_for_it_and_whenever(clock: Clock)
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> Any:
             clock.time += ctx.seconds
+            count_late(ctx.seconds / 2)
             return gradient, None
 
     before = Ticks.apply(torch.ones(2, requires_grad=True), 100.0)  # what an encoder gave
@@ -294,6 +325,9 @@ def test_a_backward_pass_is_timed_whoever_asks_for_it_and_whenever(clock: Clock)
     assert (one.backward, other.backward, unused.backward) == (3.0, 4.0, 0.0)
     loss.backward()
     assert (one.backward, other.backward, unused.backward) == (6.0, 8.0, 0.0)
+    assert (one.late, other.late, unused.late) == (3.0, 4.0, 0.0)
+    one.forward_of(lambda: count_late(0.25))
+    assert one.late == 3.25
     with torch.no_grad():
         Timing(1).of(lambda: before * 2)
     each = Timing(3)
@@ -383,7 +417,7 @@ def loop(model: nn.Module, data: list[Any]) -> list[Any]:
 class Loops(Strategy):
     """By the loop, from the first minibatch on."""
 
-    def choose(self, instances: int, *, grad: bool) -> Choice:
+    def choose(self, instances: int, *, grad: bool, spent: float = 0.0) -> Choice:
         return Choice(False, min(1, instances), Timing(1))
 
 
