@@ -90,6 +90,7 @@ class _Case:
         self.next_round = 1  # the minibatch that begins one
         self.rounds = 0  # that are over
         self.retimed = 0  # minibatches of this round
+        self.cost = 0.0  # of its trials beyond the loop's, in loops over a whole minibatch
         self.size = 0  # instances of the minibatch before
         self.begun = 0  # of the trial before it
         self.ready = False  # whether nothing had to be built for it
@@ -104,6 +105,10 @@ class _Case:
         """How the next minibatch runs."""
         self.minibatches += 1
         before, self.timed = self.timed, ""
+        if before == "batch" and (loop := self._medians()[0]):
+            timing = self.batch[-1]
+            extra = timing.forward + timing.backward - loop * timing.instances
+            self.cost += max(0.0, extra) / (loop * self.size)
         if before == "batch" and self.retimed < RETIMED and self._is_learning(spent):
             self.batch.pop()
             self.retimed += 1
@@ -122,7 +127,7 @@ class _Case:
             if self.rounds == 1:  # in the first all was new, by either way
                 self.loop.clear()
                 self.batch.clear()
-            self.retimed = 0
+            self.retimed, self.cost = 0, 0.0
             return self._time_loop(instances, "scouts")
         return Choice(not self.loops)
 
@@ -169,7 +174,7 @@ class _Case:
         is_close = 1.0 / margin < ratio <= margin
         wait = max(1, over // 4 if is_close else over)
         if self.loops:
-            wait = max(wait, math.ceil((self.retimed + 1) * (ratio - 1.0) / COST_OF_A_ROUND))
+            wait = max(wait, math.ceil(self.cost / COST_OF_A_ROUND))
         self.next_round = self.minibatches + wait - 1
 
     def _medians(self) -> tuple[float, float]:

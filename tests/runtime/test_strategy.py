@@ -161,6 +161,22 @@ def test_it_is_tried_again_ever_more_seldom() -> None:
     assert between == sorted(between) and between[-1] > 10 * between[0]
 
 
+def test_trials_of_few_instances_come_again_sooner() -> None:
+    """Batching takes four times as long; the less of a minibatch has been tried, the less has that cost."""
+
+    def next_round(begun: int) -> int:
+        strategy = Strategy()
+        for _ in range(5):
+            choice = strategy.choose(64, grad=False)
+            if choice.timing is not None:
+                by_loop = choice.scouts > 0
+                choice.timing.instances = choice.scouts if by_loop else begun
+                choice.timing.forward = choice.timing.instances * (1.0 if by_loop else 4.0)
+        return int(strategy.describe(64, grad=False).split("again ")[1].split()[0])
+
+    assert 1 < next_round(4) < 8 < next_round(16) < 30 < next_round(48) < 100
+
+
 def test_data_that_changes_changes_the_choice() -> None:
     strategy = Strategy()
     assert loops(strategy, 64, Times(1.0, 3.0), 50)[-1]
