@@ -33,7 +33,7 @@ from fxbatch.caches import Cache
 from fxbatch.ir import CONSTANT_KINDS, Modes, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
 from fxbatch.passes.fuse_runs import FOUND, OUT_OF_ORDER, RunTables, find_runs, put_runs
-from fxbatch.passes.signature_graph import called, source_calls
+from fxbatch.passes.signature_graph import called
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
 MUTUAL = 4
@@ -64,7 +64,7 @@ class Stream:
         self.instance = instance
         self.position = np.full(len(program), -1, dtype=np.int64)  # of each call, -1 for constants
         self.position[calls] = np.arange(len(calls))
-        source = source_calls(program)
+        source = program.makers(program.inputs)
         self.source = np.where(source >= 0, self.position[source], -1)  # position, of each input entry
         self.reader = self.position[program.reader]
 

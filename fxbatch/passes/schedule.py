@@ -35,7 +35,7 @@ import numpy as np
 
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program, Schedule, Signature
-from fxbatch.passes.signature_graph import source_calls, survey
+from fxbatch.passes.signature_graph import survey
 
 try:
     import cython
@@ -86,7 +86,7 @@ def depths(program: Program) -> np.ndarray:
     """
     c = program.columns
     depth = np.empty(len(program), dtype=np.int32)
-    _find_depths(program.sig, c.arity, c.constant, source_calls(program), depth)
+    _find_depths(program.sig, c.arity, c.constant, program.makers(program.inputs), depth)
     return depth
 
 
@@ -168,7 +168,7 @@ def batch_by_agenda(program: Program) -> Schedule:
     counts = survey(program).counts
     pairs = zip(program.signatures, counts.tolist(), strict=True)  # what is not called may read what is gone
     cost = np.array([cost_of(s) if called else 0 for s, called in pairs], dtype=np.int64)
-    readers = Readers(program.sig, c.arity, c.constant, source_calls(program))
+    readers = Readers(program.sig, c.arity, c.constant, program.makers(program.inputs))
     steps = _run_agenda(program.sig, c.constant, depth, cost, counts, readers, step)
     return schedule_from_steps(step, steps, "agenda")
 
@@ -335,7 +335,7 @@ class Component:
         kinds = number[program.sig]
         calls = np.flatnonzero(kinds >= 0)
         local = np.cumsum(kinds >= 0) - 1
-        source = source_calls(program)
+        source = program.makers(program.inputs)
         inside = (source >= 0) & (kinds[source] >= 0) if len(source) else source >= 0
         source = np.where(inside, local[source], -1)[np.repeat(kinds >= 0, program.arity[program.sig])]
         kind = kinds[calls]

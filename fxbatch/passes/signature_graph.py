@@ -175,32 +175,6 @@ def _graph(columns: SignatureColumns, pairs: bytes) -> SignatureGraph:
     return SignatureGraph(columns, np.frombuffer(pairs, dtype=np.int64))
 
 
-def source_calls(program: Program) -> np.ndarray:
-    """int64 [len(inputs)]: the call that makes each input entry, -1 for values of earlier phases."""
-    out = np.empty(len(program.inputs), dtype=np.int64)
-    _source_calls(program.sig, program.width, program.inputs, program.known, out)
-    return out
-
-
-def _source_calls(sig: Shorts, width: Ints, inputs: Ints, earlier: Int, out: Written) -> None:
-    values = 0
-    for c in range(sig.shape[0]):
-        if not 0 <= sig[c] < width.shape[0]:
-            raise IndexError(NOT_THERE)
-        values += width[sig[c]]
-    maker: WrittenShorts = np.empty(values, dtype=np.int32)
-    values = 0
-    for c in range(sig.shape[0]):
-        for i in range(values, values + width[sig[c]]):
-            maker[i] = c
-        values += width[sig[c]]
-    for i in range(inputs.shape[0]):
-        v = inputs[i] - earlier
-        if v < -earlier or v >= values:
-            raise IndexError(NOT_THERE)
-        out[i] = maker[v] if v >= 0 else -1
-
-
 def _find_pairs(program: Program) -> np.ndarray:
     """The pairs of a program, by sorting those of its calls."""
     computed = program.inputs >= program.known

@@ -309,7 +309,9 @@ class RowUnstacker:
 
     def _row_signature(self, program: Program, like: Signature) -> Signature:
         """The Signature of the same call with one row; the user's own, where there is one."""
-        inputs, outputs = (tuple(map(_row_type, types)) for types in (like.inputs, like.outputs))
+        inputs, outputs = (
+            tuple([tensor_spec(t.shape[1:], t.dtype, t.device) for t in types]) for types in (like.inputs, like.outputs)
+        )  # fmt: skip
         key = outputs, _key(like, inputs)
         signature = self.signatures.get(key)
         if signature is None:
@@ -319,10 +321,6 @@ class RowUnstacker:
             signature = next(users, new)
             self.signatures.put(key, signature)
         return signature
-
-
-def _row_type(t: TensorSpec) -> TensorSpec:
-    return tensor_spec(t.shape[1:], t.dtype, t.device)
 
 
 def _key(s: Signature, inputs: tuple[TensorSpec, ...]) -> Hashable:

@@ -426,13 +426,9 @@ def _largest(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.max(dim, keepdim=True)[0]
 
 
-def _mean(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.mean(dim, keepdim=True)
-
-
 _POOLINGS: dict[object, Callable[[torch.Tensor, int], torch.Tensor]] = {
     **dict.fromkeys((torch.max_pool1d, F.max_pool1d, torch.max_pool2d, F.max_pool2d), _largest),
-    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d), _mean),
+    **dict.fromkeys((F.avg_pool1d, F.avg_pool2d), functools.partial(torch.mean, keepdim=True)),
 }
 
 

@@ -710,7 +710,9 @@ def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:
     """
     columns = program.columns
     segment = np.zeros(len(program), dtype=np.int64)
-    number_segments(program.sig, columns.width, columns.arity, program.inputs, packed, segment, program.known)
+    number_segments(
+        program.sig, columns.width, columns.arity, program.inputs, packed, segment, program.known, program.values
+    )  # fmt: skip
     return segment
 
 

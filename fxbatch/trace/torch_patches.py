@@ -376,20 +376,11 @@ def _enters_mode(_: RecordedCalls, plain: Any, mode: object) -> object:
 _FACTORIES = (
     "tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye",
 )  # fmt: skip
-_LISTS = frozenset((list, tuple, torch.Size))
-_ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether an argument is plain data or a list or shape of it, which no Value is in."""
-    return type(x) in _ATOMS or (type(x) in _LISTS and _ATOMS.issuperset(map(type, x)))
 
 
 @stands_for(torch, *_FACTORIES, of_tensors=True)
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
-    if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):
-        return plain(*args, **kwargs)
     if recorder.written:
         args, kwargs = with_values(args, kwargs)
     args, kwargs = with_contents(recorder, args, kwargs)

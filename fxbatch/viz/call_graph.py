@@ -16,7 +16,6 @@ import numpy as np
 
 from fxbatch.ir import Program
 from fxbatch.passes.schedule import depths
-from fxbatch.passes.signature_graph import source_calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +39,7 @@ class CallGraph:
 def call_graph(program: Program) -> CallGraph:
     """A box a call, in recorded order, and one a value of an earlier phase that is read."""
     calls = len(program)
-    source = np.asarray(source_calls(program), dtype=np.int64).copy()
+    source = program.makers(program.inputs).copy()
     known = np.unique(program.inputs[source < 0])
     source[source < 0] = calls + np.searchsorted(known, program.inputs[source < 0])
     depth = np.concatenate([depths(program).astype(np.int64), np.zeros(len(known), np.int64)])

@@ -15,7 +15,6 @@ from fxbatch.batched_graph import BatchedGraph
 from fxbatch.errors import FxbatchError
 from fxbatch.ir import Plan, Program, Schedule
 from fxbatch.passes.schedule import depths
-from fxbatch.passes.signature_graph import source_calls
 from fxbatch.viz.palette import colour
 from fxbatch.viz.picture import SignatureKey
 
@@ -58,7 +57,7 @@ def _program(program: Program) -> Iterator[str]:
         bold = ", penwidth=2" if any(v in results for v in range(first[c], first[c + 1])) else ""
         tip = f", tooltip={quote(f'{signature} {signature.location}')}"
         yield _node(f"c{c}", f"{signature.name}\n@{i}", key, key.number(signature), bold + tip)
-    columns = (program.inputs.tolist(), source_calls(program).tolist(), program.reader.tolist())
+    columns = (program.inputs.tolist(), program.makers(program.inputs).tolist(), program.reader.tolist())
     for value, source, reader in zip(*columns, strict=True):
         yield f"  {f'c{source}' if source >= 0 else f'v{value}'} -> c{reader};"
     by_depth: dict[int, list[str]] = {}
