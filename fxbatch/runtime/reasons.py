@@ -43,7 +43,7 @@ def reasons(
     for phase in phases:
         for s in dict.fromkeys(phase.plan.step_signature.tolist()):
             signature = phase.program.signatures[s]
-            if not is_constant(signature):
+            if signature.location and not is_constant(signature):
                 groups.setdefault((signature.name, signature.location), {})[signature] = None
     largest = max(groups, key=lambda key: len(groups[key]), default=("", ""))
     signatures = list(groups.get(largest, ()))

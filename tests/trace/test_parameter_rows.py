@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError
-from fxbatch.trace import calls
+from fxbatch.trace import arguments, calls, torch_patches
 from fxbatch.trace.arguments import MANY_ROWS, take_parameter_row
+from fxbatch.trace.state import _fast
 from tests.oracle import check_equal
 from tests.trace.made import value
 
@@ -140,6 +142,42 @@ def test_other_rows_share_their_steps(kind: type[Model]) -> None:
 def looked_up(model: Model) -> int:
     engine = model.forward.__fxbatch__.engine(model)  # type: ignore[attr-defined]
     return sum(s.operation.target is take_parameter_row for s in engine.table.signatures)
+
+
+class Fresh(Model):
+    """States that begin as plain data, matrices by number."""
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        x = value(x)
+        for row in rows:
+            assert torch.zeros.__name__ == "zeros"
+            h = torch.zeros(4, dtype=torch.float32) + torch.tensor([1.0, 2, 3, 4])
+            x = torch.tanh(self.matrices[row] @ x + h)
+        return x
+
+
+@pytest.mark.skipif(_fast is None, reason="without the extension all passes Python")
+def test_rows_that_were_asked_for_and_factories_of_plain_data_pass_no_python() -> None:
+    model, x, rows = Fresh(), list(torch.randn(5, 4)), [1, 2] * 6
+    f = fxbatch.autobatch(adaptive=False)(model.forward)
+    met: dict[object, int] = {}
+
+    def count(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            met[frame.f_code] = met.get(frame.f_code, 0) + 1
+
+    for _ in range(3):
+        met.clear()
+        sys.setprofile(count)
+        try:
+            y = f(x, [rows] * 5)
+        finally:
+            sys.setprofile(None)
+    torch.testing.assert_close(y, torch.stack([model(each, rows) for each in x]))
+    assert met[arguments.call_of_bare.__code__] == 2, "a row each"
+    assert torch_patches._with_real_tensors.__code__ not in met
+    with_value = fxbatch.autobatch(adaptive=False)(lambda x: torch.tensor([value(x).sum(), 1.0]))
+    torch.testing.assert_close(with_value(x)[:, 0], torch.stack([each.sum() for each in x]))
 
 
 def test_few_rows_and_matrices_stay_views() -> None:
