@@ -39,7 +39,7 @@ FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
 TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
 HOPELESS = 2.0  # times the loop's, once all is built, above which none is
-PATIENCE = 2.0  # times the loop's time beyond its own: what all of that may have taken
+PATIENCE = 3.0  # times the loop's time beyond its own: what all of that may have taken
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
@@ -138,15 +138,15 @@ class _Case:
         timing, begun, ready = self.batch[-1], self.begun, self.ready
         self.begun = timing.instances
         loop, batch = self._medians()
+        if spent <= PATIENCE * loop * self.size:
+            batch -= timing.late / timing.instances  # as once all is built
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
             return not hopeless and timing.instances >= LEARNING * begun
         self.ready = not timing.building
-        ratio, built = [(x / loop if loop else 0.0) for x in (batch, batch - timing.late / timing.instances)]
-        if built > HOPELESS or (ratio > HOPELESS and spent > PATIENCE * loop * self.size):
-            return False
-        return bool(timing.building) or (ratio > 1.0 and (not ready or ratio > HOPELESS))
+        ratio = batch / loop if loop else 0.0
+        return ratio <= HOPELESS and (bool(timing.building or timing.late) or (ratio > 1.0 and not ready))
 
     def _time_batch(self, instances: int) -> Choice:
         self.timed, self.size = "batch", instances
