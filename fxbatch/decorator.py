@@ -375,14 +375,14 @@ class Autobatched:
         choice = strategy.choose(count, grad=grad, spent=-engine.queue.earned)
         begun = stopwatch.now()
         result, batched = self._as_chosen(engine, strategy, choice, instances)
-        seconds, guessed = strategy.loop_seconds(count, grad=grad, backward=True), 0.0
-        loop = seconds
+        seconds = loop = strategy.loop_seconds(count, grad=grad, backward=True)
+        guessed = 0.0
         if batched:
             of_loop, share = loop - strategy.loop_seconds(count, grad=grad), batched / count
-            backward = strategy.backward_seconds(count, grad=grad)
-            guessed = share * of_loop if backward is None else 0.0
-            backward = of_loop if backward is None else backward
-            seconds = stopwatch.now() - begun + share * backward + (1 - share) * of_loop
+            timed = strategy.backward_seconds(count, grad=grad)
+            backward = share * (of_loop if timed is None else timed)
+            guessed = backward if timed is None else 0.0
+            seconds = stopwatch.now() - begun + backward + (1 - share) * of_loop
         engine.queue.earn(seconds=seconds, loop=loop, batched=batched > 0, guessed=guessed)
         if engine.build_waiting() and not engine.queue:
             strategy.look_again()

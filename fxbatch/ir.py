@@ -64,6 +64,7 @@ __all__ = [
 
 
 T = TypeVar("T")
+NOT_THERE = "a column names a call or a value that is not there"
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,10 +204,14 @@ class Program:
     @functools.cached_property
     def call_of_value(self) -> np.ndarray:
         """int64 [values - known]: the call that makes value `known + i`."""
+        if self.sig.min(initial=0) < 0:
+            raise IndexError(NOT_THERE)
         return np.repeat(np.arange(len(self.sig)), self.width[self.sig])
 
     def makers(self, values: np.ndarray) -> np.ndarray:
-        """int64 [values]: the call that makes each of these, -1 for those of earlier phases."""
+        """int64 [values]: the call that makes each of these, -1 for those of earlier phases. IndexError for others."""
+        if values.min(initial=0) < 0 or values.max(initial=-1) >= self.known + len(self.call_of_value):
+            raise IndexError(NOT_THERE)
         makers: np.ndarray = self.call_of_value[np.maximum(values - self.known, 0)]
         return makers if not self.known else np.where(values < self.known, -1, makers)
 

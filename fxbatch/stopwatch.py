@@ -113,9 +113,8 @@ class Timing:
         if not nodes:
             return
         every = len(set(roots.values()))
-        passes: dict[
-            int, tuple[float, float, set[int]]
-        ] = {}  # when each began, how late, and of which results
+        # By pass: when it began, what had been late until then, and of which results it is.
+        passes: dict[int, tuple[float, float, set[int]]] = {}
 
         def begin(i: int, gradients: Any) -> None:
             task = graph_task()
@@ -124,10 +123,11 @@ class Timing:
             passes[task][2].add(i)
 
         def end(inputs: Any, outputs: Any) -> None:
-            begun = passes.pop(graph_task(), None)
-            if begun is not None:
-                self.backward += (now() - begun[0]) * every / len(begun[2])
-                self.late += (_building.late - begun[1]) * every / len(begun[2])
+            ended = passes.pop(graph_task(), None)
+            if ended is not None:
+                begun, late, results = ended
+                self.backward += (now() - begun) * every / len(results)
+                self.late += (_building.late - late) * every / len(results)
 
         for root, i in roots.items():
             root.register_prehook(functools.partial(begin, i))

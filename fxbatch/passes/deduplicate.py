@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from fxbatch.caches import Cache
-from fxbatch.ir import Program
+from fxbatch.ir import NOT_THERE, Program
 from fxbatch.passes.select import checksum, select_calls
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload
@@ -49,7 +49,6 @@ WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 Hash = cython.typedef(cython.ulonglong)
 
-NOT_THERE = "a column names a call or a value that is not there"
 
 # Constants of up to this many elements are compared by value.
 SMALL_CONSTANT = 16

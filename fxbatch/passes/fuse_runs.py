@@ -17,6 +17,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from fxbatch.ir import NOT_THERE
+
 try:
     import cython
 except ImportError:
@@ -32,7 +34,6 @@ Marks = cython.typedef(cython.uchar[::1])
 
 # What `find_runs` gives besides slots.
 FOUND, OUT_OF_ORDER = -1, -2
-NOT_THERE = "a column names a call or a value that is not there"
 
 
 class RunTables:

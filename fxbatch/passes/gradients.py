@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxbatch.ir import Plan, Program
+from fxbatch.ir import NOT_THERE, Plan, Program
 
 try:
     import cython
@@ -31,7 +31,6 @@ Shorts = cython.typedef(cython.const[cython.int][::1])
 Written = cython.typedef(cython.longlong[::1])
 
 NOTHING, GRADIENT_VIEW, GRADIENT_INDEX, GRADIENT_SUM = 0, 1, 2, 3
-NOT_THERE = "a column names a call or a value that is not there"
 
 
 class PhaseGradients(NamedTuple):

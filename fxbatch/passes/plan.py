@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fxbatch.ir import CONSTANT_KINDS, Layout, Plan, Program, Schedule, Signature, offsets
+from fxbatch.ir import CONSTANT_KINDS, NOT_THERE, Layout, Plan, Program, Schedule, Signature, offsets
 from fxbatch.passes.room import ArrayTable, place_arrays, rows_of_arrays
 
 try:
@@ -39,8 +39,6 @@ Shorts = cython.typedef(cython.const[cython.int][::1])
 Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
 Marks = cython.typedef(cython.uchar[::1])
-
-NOT_THERE = "a column names a call or a value that is not there"
 
 
 @cython.cclass

@@ -34,7 +34,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fxbatch.errors import OptionError
-from fxbatch.ir import Program, Schedule, Signature
+from fxbatch.ir import NOT_THERE, Program, Schedule, Signature
 from fxbatch.passes.signature_graph import survey
 
 try:
@@ -49,7 +49,6 @@ Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
 WrittenShorts = cython.typedef(cython.int[::1])
 
-NOT_THERE = "a column names a call or a value that is not there"
 
 Policy = Callable[[Program], Schedule]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fxbatch.ir import Program
+from fxbatch.ir import NOT_THERE, Program
 from fxbatch.trace.constants import IntegerColumn
 
 try:
@@ -31,10 +31,9 @@ Ints = cython.typedef(cython.const[cython.longlong][::1])
 Shorts = cython.typedef(cython.const[cython.int][::1])
 Flags = cython.typedef(cython.const[cython.uchar][::1])
 Written = cython.typedef(cython.longlong[::1])
+WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 Hash = cython.typedef(cython.ulonglong)
-
-NOT_THERE = "a column names a call or a value that is not there"
 
 
 def eliminate_dead(program: Program) -> Program:
@@ -43,23 +42,20 @@ def eliminate_dead(program: Program) -> Program:
     Random calls stay even when nobody reads them, and so does what they read: without them, later calls would
     draw other numbers from the same seed.
     """
-    live = np.zeros(len(program), dtype=bool)
-    c = program.columns
-    dead = _mark_live(
-        program.sig, c.arity, program.call_of_value, program.inputs, program.outputs, c.random, live, program.known
-    )  # fmt: skip
+    live, dead = _live_calls(program, program.outputs, program.columns.random)
     return select_calls(program, live) if dead else program
 
 
 def calls_behind(program: Program, values: np.ndarray) -> np.ndarray:
     """bool [calls]: what has to run for these values."""
-    live = np.zeros(len(program), dtype=bool)
-    c = program.columns
-    nothing = np.zeros(len(program.signatures), dtype=bool)
-    _mark_live(
-        program.sig, c.arity, program.call_of_value, program.inputs, values, nothing, live, program.known
-    )
-    return live
+    return _live_calls(program, values, np.zeros(len(program.signatures), dtype=bool))[0]
+
+
+def _live_calls(program: Program, values: np.ndarray, stays: np.ndarray) -> tuple[np.ndarray, int]:
+    """bool [calls]: those of signatures that stay, and what has to run for these values; how many others there are."""
+    live, p = np.zeros(len(program), dtype=bool), program
+    dead = _mark_live(p.sig, p.arity, p.call_of_value, p.inputs, values, stays, live, p.known)
+    return live, dead
 
 
 def _mark_live(
@@ -99,31 +95,83 @@ def select_calls(program: Program, keep: np.ndarray) -> Program:
     `program.outputs` keep their places: output i of the result stands for output i of the program. The signatures
     stay as they are, also those without calls. What is read or needed but not kept is value -1.
     """
-    left = keep.repeat(program.width[program.sig])
-    number = np.arange(program.values)
-    number[program.known :] = np.where(left, program.known - 1 + np.cumsum(left), -1)
+    sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
+    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+    calls, entries = _keep_calls(
+        program.sig, program.instance, program.inputs, program.outputs, program.width, program.arity, keep,
+        sig, instance, inputs, outputs, program.known,
+    )  # fmt: skip
     return dataclasses.replace(
         program,
-        sig=program.sig[keep],
-        inputs=number[program.inputs[keep[program.reader]]],
-        instance=program.instance[keep],
-        outputs=number[program.outputs],
+        sig=sig[:calls],
+        inputs=inputs[:entries],
+        instance=instance[:calls],
+        outputs=outputs,
         constants=kept_payloads(program, program.constants, keep),
     )
 
 
-def number_segments(
+def _keep_calls(
     sig: Shorts,
+    instance: Shorts,
+    inputs: Ints,
+    outputs: Ints,
     width: Ints,
     arity: Ints,
-    inputs: Ints,
-    ends: Flags,
-    segment: Written,
+    keep: Flags,
+    new_sig: WrittenShorts,
+    new_instance: WrittenShorts,
+    new_inputs: Written,
+    new_outputs: Written,
     earlier: Int,
-    values: Int,
+) -> tuple[int, int]:
+    """Calls and inputs that are kept, numbered anew."""
+    left = 0
+    entries = 0
+    at = 0
+    values = earlier
+    number = earlier
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
+    new_number: Written = np.arange(values)
+    values = earlier
+    for c in range(sig.shape[0]):
+        for i in range(values, values + width[sig[c]]):
+            new_number[i] = number if keep[c] else -1
+            number += keep[c]
+        values += width[sig[c]]
+    for c in range(sig.shape[0]):
+        s = sig[c]
+        if at + arity[s] > inputs.shape[0]:
+            raise IndexError(NOT_THERE)
+        if keep[c]:
+            for i in range(at, at + arity[s]):
+                if not 0 <= inputs[i] < values:
+                    raise IndexError(NOT_THERE)
+                new_inputs[entries] = new_number[inputs[i]]
+                entries += 1
+            new_sig[left], new_instance[left] = s, instance[c]
+            left += 1
+        at += arity[s]
+    for i in range(outputs.shape[0]):
+        if not 0 <= outputs[i] < values:
+            raise IndexError(NOT_THERE)
+        new_outputs[i] = new_number[outputs[i]]
+    return left, entries
+
+
+def number_segments(
+    sig: Shorts, width: Ints, arity: Ints, inputs: Ints, ends: Flags, segment: Written, earlier: Int
 ) -> None:
     """After how many segments each call can run (written to `segment`), where calls that `ends` marks run at the end of
     one: those that read them too, all others in the next."""
+    values = earlier
+    for c in range(sig.shape[0]):
+        if not 0 <= sig[c] < width.shape[0]:
+            raise IndexError(NOT_THERE)
+        values += width[sig[c]]
     # Of each value twice the segment; one more where a marked call makes it.
     segment_of: Written = np.zeros(values, dtype=np.int64)
     at = 0

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxbatch.ir import Program, SignatureColumns, offsets
+from fxbatch.ir import NOT_THERE, Program, SignatureColumns, offsets
 from fxbatch.passes.components import components
 
 try:
@@ -39,7 +39,6 @@ Written = cython.typedef(cython.longlong[::1])
 WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 
-NOT_THERE = "a column names a call or a value that is not there"
 
 _DENSE_LIMIT = 1 << 22
 

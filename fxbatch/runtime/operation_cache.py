@@ -157,8 +157,8 @@ class CompiledOperation:
 
     def count_late(self, seconds: float, n: int) -> None:
         """A launch of n calls, one by one, took so long; a batched one of two takes little more than one call."""
-        self.seconds += seconds * n / (n + 1)
-        count_late(seconds * n / (n + 1))
+        self.seconds += (late := seconds * n / (n + 1))
+        count_late(late)
 
     @property
     def compile_seconds(self) -> float:

@@ -362,8 +362,7 @@ def _calls_of(program: Program, signatures: Collection[int]) -> np.ndarray:
     """bool [calls]: those of these signatures."""
     of = np.zeros(len(program.signatures), dtype=bool)
     of[list(signatures)] = True
-    calls: np.ndarray = of[program.sig]
-    return calls
+    return of.take(program.sig)
 
 
 def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
@@ -710,9 +709,7 @@ def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:
     """
     columns = program.columns
     segment = np.zeros(len(program), dtype=np.int64)
-    number_segments(
-        program.sig, columns.width, columns.arity, program.inputs, packed, segment, program.known, program.values
-    )  # fmt: skip
+    number_segments(program.sig, columns.width, columns.arity, program.inputs, packed, segment, program.known)
     return segment
 
 

@@ -331,13 +331,10 @@ static PyObject *row_of_bare(PyObject *recorder, PyObject *of, PyObject *index)
     PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *row = NULL;
     if (!asked || !PyDict_CheckExact(asked) || !PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *id = PyLong_FromVoidPtr(of), *mode = PyLong_FromLongLong(WHOLE(KNOWN(recorder), at.mode));
-    PyObject *key = id && mode ? PyTuple_Pack(3, id, index, mode) : NULL;
+    PyObject *key = Py_BuildValue("(KOL)", (unsigned long long)(uintptr_t)of, index, (long long)WHOLE(KNOWN(recorder), at.mode));
     if (key)
         row = Py_XNewRef(PyDict_GetItemWithError(asked, key));
     Py_XDECREF(key);
-    Py_XDECREF(mode);
-    Py_XDECREF(id);
     return row;
 }
 
@@ -407,8 +404,7 @@ typedef struct {
     vectorcallfunc call;
     PyObject *owner; /* a function that its arguments are given to; NULL: the first argument is a module */
     PyObject *slow;
-    int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner`;
-                OF_PLAIN_DATA: `owner` is called where no argument is a tensor, or holds one */
+    int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner` */
 } Method;
 
 /* Whether an index says something of all of a tensor: slices, None. Others begin with a row, or are read first. */
@@ -484,44 +480,6 @@ static PyObject *reader_call(PyObject *self, PyObject *const *args, size_t nargs
     return PyObject_Vectorcall(m->slow, args, nargsf, kwnames);
 }
 
-static int is_atom(PyObject *x)
-{
-    PyTypeObject *t = Py_TYPE(x);
-    return t == &PyLong_Type || t == &PyFloat_Type || t == &PyBool_Type || x == Py_None || t == Dtype || t == Device ||
-           t == &PyUnicode_Type || t == &PyComplex_Type;
-}
-
-static int is_plain_data(PyObject *x)
-{
-    PyTypeObject *t = Py_TYPE(x);
-    int plain = is_atom(x) || t == &PyList_Type || t == &PyTuple_Type || t == Size;
-    if (plain && !is_atom(x))
-        for (Py_ssize_t i = 0; plain && i < PySequence_Fast_GET_SIZE(x); i++)
-            plain = is_atom(PySequence_Fast_GET_ITEM(x, i));
-    return plain;
-}
-
-/* torch.zeros(3), torch.tensor([1.0, 2.0]) */
-static PyObject *factory_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
-{
-    Method *m = (Method *)self;
-    Py_ssize_t n = PyVectorcall_NARGS(nargsf) + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0);
-    int plain = 1;
-    for (Py_ssize_t i = 0; plain && i < n; i++)
-        plain = is_plain_data(args[i]);
-    return PyObject_Vectorcall(plain ? m->owner : m->slow, args, nargsf, kwnames);
-}
-
-/* What a function has, the one behind it has: `torch.zeros.__name__`. */
-static PyObject *method_getattro(PyObject *self, PyObject *name)
-{
-    PyObject *found = PyObject_GenericGetAttr(self, name);
-    if (found || !PyErr_ExceptionMatches(PyExc_AttributeError))
-        return found;
-    PyErr_Clear();
-    return PyObject_GetAttr(((Method *)self)->slow, name);
-}
-
 static PyObject *method_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
 {
     return object && object != Py_None ? PyMethod_New(self, object) : Py_NewRef(self);
@@ -536,7 +494,7 @@ static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
     Method *m = (Method *)type->tp_alloc(type, 0);
     if (m) {
         m->how = how;
-        m->call = how == OF_PLAIN_DATA ? factory_call : how < 0 || how == IN_PLACE ? method_call : reader_call;
+        m->call = how < 0 || how == IN_PLACE ? method_call : reader_call;
         m->owner = owner == Py_None ? NULL : Py_NewRef(owner);
         m->slow = Py_NewRef(slow);
     }
@@ -560,7 +518,6 @@ static PyTypeObject MethodType = {
     .tp_new = method_new,
     .tp_dealloc = method_dealloc,
     .tp_call = PyVectorcall_Call,
-    .tp_getattro = method_getattro,
     .tp_vectorcall_offset = offsetof(Method, call),
     .tp_descr_get = method_get,
     .tp_members = method_members,

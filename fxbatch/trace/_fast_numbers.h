@@ -59,7 +59,7 @@ static PyTypeObject SettledType = {
     .tp_dealloc = settled_dealloc,
 };
 
-enum { AS_ITEM, AS_LIST, AS_BOOL, AS_INT, AS_FLOAT, AS_INDEX, IN_PLACE, OF_PLAIN_DATA };
+enum { AS_ITEM, AS_LIST, AS_BOOL, AS_INT, AS_FLOAT, AS_INDEX, IN_PLACE };
 
 /* The number at a place, as Python's; NULL without an error where it is not for C. */
 static PyObject *number_at(const char *place, char format, int how)

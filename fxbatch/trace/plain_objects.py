@@ -140,7 +140,7 @@ def is_torchs_or_pythons(x: object) -> bool:
     if isinstance(x, _IN_C):
         owner = getattr(x, "__self__", None)
         return owner is None or isinstance(owner, (ModuleType, type))
-    return callable(x) and type(x).__module__.startswith(("torch", "fxbatch.trace._fast"))
+    return callable(x) and is_library(type(x).__module__) and type(x).__module__.startswith("torch")
 
 
 def only_computes(f: object) -> bool:

@@ -148,25 +148,30 @@ if _fast is not None:
 _PATCHES: list[tuple[object, str, object]] = []  # what stands in torch's place while some thread records
 
 
-def stands_for(owner: object, *names: str, of_tensors: bool = False) -> Callable[[Replacement], Replacement]:
+def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacement]:
     """This function stands for functions of torch while some thread records: where it is the caller that records, it
-    is given the recorder, torch's function and the arguments. of_tensors: torch's own is called where none is a tensor,
-    or holds one."""
+    is given the recorder, torch's function and the arguments."""
 
     def named(traced: Replacement) -> Replacement:
-        for name in names:
-            plain = getattr(owner, name)
-            called = _while_recording(plain, traced)
-            if of_tensors and _fast is not None:
-                called = _fast.Method(plain, called, len(READERS) + 1)
-            _PATCHES.append((owner, name, called))
+        _PATCHES.extend((owner, name, _while_recording(getattr(owner, name), traced)) for name in names)
         return traced
 
     return named
 
 
+_LISTS = frozenset((list, tuple, torch.Size))
+_ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether an argument is plain data or a list or shape of it, which no Value is in."""
+    return type(x) in _ATOMS or (type(x) in _LISTS and _ATOMS.issuperset(map(type, x)))
+
+
 def _while_recording(plain: Any, traced: Replacement) -> Any:
     def called(*args: object, **kwargs: object) -> object:
+        if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):  # `torch.zeros(3)`
+            return plain(*args, **kwargs)
         recorder = state.recorder
         return plain(*args, **kwargs) if recorder is None else traced(recorder, plain, *args, **kwargs)
 
@@ -378,7 +383,7 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-@stands_for(torch, *_FACTORIES, of_tensors=True)
+@stands_for(torch, *_FACTORIES)
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
     if recorder.written:

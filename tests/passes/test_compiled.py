@@ -202,7 +202,7 @@ def test_wrong_columns_of_a_program_are_errors(column: str, by: int) -> None:
     if column == "outputs":
         passes.append(lambda: signature_graph.find_wanted([(program, None)], wrong.outputs))  # type: ignore[list-item]
     else:
-        passes.append(lambda: signature_graph.survey(wrong))
+        passes += [lambda: signature_graph.survey(wrong), lambda: schedule.depths(wrong)]
     for run in passes:
         with pytest.raises(IndexError, match=r"not there|out of bounds"):
             run()

@@ -399,8 +399,5 @@ def test_packed_calls_run_between_others_of_a_phase() -> None:
     assert calls >= 20 * steps, (calls, steps)
     assert calls > 1500, calls  # 30 sentences, up to six phases of ten calls with sizes
     with torch.no_grad():
-        assert (
-            "phases because of" in str(fxbatch.explain(model, batch))
-            or len(fxbatch.explain(model, batch).operations) > 3
-        )
+        assert {"out", "cell"} <= {row.operation for row in fxbatch.explain(model, batch).operations}
     check_equal(model, batch)  # with gradients, where they run as any other
