@@ -523,6 +523,100 @@ static PyTypeObject MethodType = {
     .tp_members = method_members,
 };
 
+/* --- Function: a function of torch, while some thread records -------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *plain; /* torch's own, which it is taken for */
+} Function;
+
+static PyTypeObject FunctionType;
+
+/* Whether one of these, or a part of a list, is something that torch would ask about the call. */
+static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int depth)
+{
+    int recorded = 0;
+    for (Py_ssize_t i = 0; !recorded && i < n; i++) {
+        PyTypeObject *t = Py_TYPE(x[i]);
+        recorded = t == Value || t == WrittenTensor || t == BareParameter || t == BareView;
+        if (!depth && (t == &PyList_Type || t == &PyTuple_Type))
+            recorded = one_is_recorded(PySequence_Fast_ITEMS(x[i]), PySequence_Fast_GET_SIZE(x[i]), 1);
+    }
+    return recorded;
+}
+
+/* torch.tanh(v): torch would look itself up by name for __torch_function__, which takes four times as long. */
+static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    PyObject *plain = ((Function *)self)->plain, *result = NULL;
+    Py_ssize_t n = PyVectorcall_NARGS(nargsf);
+    if (current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), 0) &&
+        mode_is(functions_enabled, Py_True) && mode_is(modes_enabled, Py_False))
+        result = call_function(current, plain, args, n, kwnames, 1);
+    return result || PyErr_Occurred() ? result : PyObject_Vectorcall(plain, args, nargsf, kwnames);
+}
+
+/* plain_function(x): torch's own where something stands for it. */
+static PyObject *plain_function(PyObject *Py_UNUSED(module), PyObject *x)
+{
+    return Py_NewRef(Py_IS_TYPE(x, &FunctionType) ? ((Function *)x)->plain : x);
+}
+
+static PyObject *function_getattro(PyObject *self, PyObject *name)
+{
+    return PyObject_GetAttr(((Function *)self)->plain, name);
+}
+
+static PyObject *function_repr(PyObject *self)
+{
+    return PyObject_Repr(((Function *)self)->plain);
+}
+
+static Py_hash_t function_hash(PyObject *self)
+{
+    return PyObject_Hash(((Function *)self)->plain);
+}
+
+static PyObject *function_equal(PyObject *self, PyObject *other, int op)
+{
+    if (Py_IS_TYPE(other, &FunctionType))
+        other = ((Function *)other)->plain;
+    return PyObject_RichCompare(((Function *)self)->plain, other, op);
+}
+
+static PyObject *function_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *plain;
+    Function *f = PyArg_ParseTuple(args, "O", &plain) ? (Function *)type->tp_alloc(type, 0) : NULL;
+    if (f) {
+        f->call = function_call;
+        f->plain = Py_NewRef(plain);
+    }
+    return (PyObject *)f;
+}
+
+static void function_dealloc(PyObject *self)
+{
+    Py_XDECREF(((Function *)self)->plain);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyTypeObject FunctionType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Function",
+    .tp_doc = "Function(plain): a function of torch; known calls are recorded at once. In all else it is as torch's.",
+    .tp_basicsize = sizeof(Function),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_new = function_new,
+    .tp_dealloc = function_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Function, call),
+    .tp_getattro = function_getattro,
+    .tp_repr = function_repr,
+    .tp_hash = function_hash,
+    .tp_richcompare = function_equal,
+};
+
 #include "_fast_modules.h"
 #include "_fast_tensors.h"
 
@@ -702,6 +796,7 @@ static PyMethodDef functions[] = {
     {"usual_modes", (PyCFunction)(void (*)(void))usual_modes, METH_FASTCALL, "Whether a thread's modes are as expected."},
     {"stack_here", stack_here, METH_NOARGS, "How deep the stack is."},
     {"at_bottom", at_bottom, METH_O, "Call where the stack ends for who walks it."},
+    {"plain_function", plain_function, METH_O, "Torch's own function where a Function stands for it."},
     {"quicken", quicken, METH_O, "Let modules of a class find their parameters and submodules in C."},
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
@@ -739,7 +834,7 @@ PyMODINIT_FUNC PyInit__fast(void)
     EACH(i, interned) if (!(*interned[i].where = PyUnicode_InternFromString(interned[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module && (PyModule_AddType(module, &ColumnType) < 0 || PyModule_AddType(module, &CallTableType) < 0 ||
-                   PyModule_AddType(module, &MethodType) < 0 || PyModule_AddType(module, &SettledType) < 0 ||
+                   PyModule_AddType(module, &MethodType) < 0 || PyModule_AddType(module, &FunctionType) < 0 || PyModule_AddType(module, &SettledType) < 0 ||
                    PyModule_AddType(module, &ValuesType) < 0 || PyModule_AddType(module, &ConstantsType) < 0))
         Py_CLEAR(module);
     return module;

@@ -58,6 +58,7 @@ from fxbatch.trace.plain_objects import (
     unwrapped,
 )
 from fxbatch.trace.source import names_of_arguments, stored_names, syntax_of, yields
+from fxbatch.trace.state import plain_function
 from fxbatch.trace.things import (
     COMPUTED,
     CONTEXT,
@@ -156,6 +157,7 @@ class Walk:
 
     def _value(self, x: object, path: str) -> Things:
         """The Things that an object in a place is; refused where it may not be read."""
+        x = plain_function(x)
         if isinstance(x, CONSTANTS) or x is MISSING:
             return DATA
         if isinstance(x, tuple) and type(x) is not torch.Size:

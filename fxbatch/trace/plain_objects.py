@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fxbatch.trace.state import plain_function
 from fxbatch.trace.table import ATOMS
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__", "test", "this"} | {
@@ -169,9 +170,9 @@ def only_computes(f: object) -> bool:
         return True
     if getattr(torch.Tensor, name, None) is f:
         return name not in REFUSED_METHODS and not name.startswith("_")
-    if getattr(torch, name, None) is f:
+    if plain_function(getattr(torch, name, None)) is f:
         return not name.startswith(_TORCH_STATE)
-    return home.startswith(_TORCH_HOMES) or getattr(F, name, None) is f
+    return home.startswith(_TORCH_HOMES) or plain_function(getattr(F, name, None)) is f
 
 
 def is_plain_tuple(cls: type) -> bool:

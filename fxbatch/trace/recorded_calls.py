@@ -25,6 +25,7 @@ from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast, has_global_hooks
+from fxbatch.trace import torch_functions
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
@@ -308,6 +309,7 @@ class RecordedCalls(Columns):
         in place of the one among its two arguments, which is an input of the entry."""
         if _fast is not None:
             _fast.remember(self, func, args, kwargs, entry, any_number)
+            torch_functions.note(func)
 
     def row(self, entry: Entry, inputs: Sequence[Value]) -> list[Value]:
         """Record one call; its outputs as a flat list."""

@@ -42,6 +42,7 @@ from fxbatch.torch_private import (
     stateless,
     tree_leaves,
 )
+from fxbatch.trace import torch_functions
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, Heard, unheard
 from fxbatch.trace.calls import examined_function, with_contents
@@ -271,7 +272,7 @@ class patched:
     def put(cls) -> None:
         """Put the patch in place, at its first use."""
         let_dynamo_read_torch()
-        put_attributes(_entries(), cls.saved)
+        put_attributes((*_entries(), *torch_functions.met), cls.saved)
         quicken_modules(True)
 
     def end(self) -> None:

@@ -1,0 +1,127 @@
+"""Functions of torch that were met are recorded at once, and are torch's own in all but `is`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from types import BuiltinFunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxbatch
+from fxbatch.trace.state import _fast
+from fxbatch.trace.values import Value
+from tests.oracle import check_equal
+
+needs_c = pytest.mark.skipif(_fast is None, reason="the extension stands for torch's functions")
+FUNCTIONS = {torch.tanh: "tanh", torch.sigmoid: "sigmoid"}
+
+
+class Cell(nn.Module):
+    """A recurrent cell by functions of torch; what it sees of them is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 4), nn.Linear(4, 4)
+        self.seen: list[Any] = []
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, xs: torch.Tensor) -> torch.Tensor:
+        h = xs.new_zeros(4)
+        for x in xs:
+            h = torch.tanh(self.inner(torch.cat([x, h], -1))) * torch.sigmoid(self.outer(h))
+        if not self.seen:
+            self.seen.append(torch.tanh)
+        return torch.nn.functional.gelu(h)
+
+
+def sentences(count: int = 5) -> list[torch.Tensor]:
+    return [torch.randn(2 + i % 4, 4) for i in range(count)]
+
+
+def test_values_and_gradients_are_those_of_the_loop() -> None:
+    model = Cell()
+    for _ in range(3):
+        check_equal(model, sentences())
+
+
+@needs_c
+def test_functions_that_were_met_are_not_asked_for_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Cell()
+    asked: list[object] = []
+    with torch.no_grad():
+        for _ in range(2):
+            model(sentences())
+
+        def counted(function: object, types: object, args: Any = (), kwargs: Any = None) -> object:
+            asked.append(function)
+            return _fast.torch_function(function, types, args, kwargs or {})
+
+        monkeypatch.setattr(Value, "__torch_function__", counted)
+        model(sentences())
+    assert not asked
+
+
+@needs_c
+def test_what_stands_for_a_function_is_as_torchs_own() -> None:
+    model = Cell()
+    with torch.no_grad():
+        model(sentences())
+        model.seen.clear()
+        model(sentences())
+    (seen,) = model.seen
+    assert seen is not torch.tanh
+    assert seen == torch.tanh
+    assert torch.tanh == seen
+    assert seen != torch.sigmoid
+    assert FUNCTIONS[seen] == "tanh"
+    assert isinstance(seen, BuiltinFunctionType)
+    assert (seen.__name__, seen.__doc__, repr(seen)) == ("tanh", torch.tanh.__doc__, repr(torch.tanh))
+    assert copy.deepcopy(seen) is torch.tanh
+    assert pickle.loads(pickle.dumps(seen)) is torch.tanh
+    x = torch.randn(3, requires_grad=True)
+    assert torch.equal(seen(x), torch.tanh(x))
+    with pytest.raises(TypeError):
+        seen(x, x)
+
+
+@needs_c
+def test_torchs_own_are_there_afterwards_and_for_other_threads() -> None:
+    plain, results = torch.tanh, []
+
+    class Asking(Cell):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, xs: torch.Tensor) -> torch.Tensor:
+            other = threading.Thread(target=lambda: results.append(torch.tanh(torch.ones(2))))
+            other.start()
+            other.join()
+            return torch.tanh(self.outer(xs[0]))
+
+    model = Asking()
+    with torch.no_grad():
+        for _ in range(2):
+            model(sentences())
+            assert torch.tanh is plain
+    assert all(torch.equal(r, torch.ones(2).tanh()) for r in results)
+
+
+def test_a_function_that_is_left_on_the_module_is_used_later() -> None:
+    class Chooses(Cell):
+        act: Any = None
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, xs: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.outer(xs[0]))
+            self.act = torch.tanh
+            return self.act(h) if self.act == torch.tanh else h
+
+    model = Chooses()
+    for _ in range(3):
+        check_equal(model, sentences())
+    x = torch.randn(4)
+    assert torch.equal(model.act(x), torch.tanh(x))
+    assert torch.equal(copy.deepcopy(model).act(x), torch.tanh(x))
