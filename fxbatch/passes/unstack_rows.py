@@ -117,7 +117,7 @@ def treats_rows_alike(signature: Signature) -> bool:
         return len(s.shared) == 1 and leaves[1] == Slot("shared", 0) and all(
             x is None or x is False or (type(x) is float and n == 2) for n, x in enumerate(leaves[2:])
         )  # fmt: skip
-    if target is F.linear:
+    if target == F.linear:
         all_share = all(x is None or (type(x) is Slot and x.kind == "shared") for x in leaves[1:])
         return len(shape) > 1 and all_share
     return target in _POINTWISE and not s.shared and True not in leaves[1:]

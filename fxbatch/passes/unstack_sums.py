@@ -236,7 +236,7 @@ def _scalar(signature: Signature) -> TensorSpec:
 
 def is_stack(signature: Signature) -> bool:
     """`torch.stack` of its inputs in order, along the first dimension."""
-    if signature.operation.target is not torch.stack or signature.shared or signature.arguments is None:
+    if signature.operation.target != torch.stack or signature.shared or signature.arguments is None:
         return False
     args, kwargs = signature.arguments.fill(input=[Slot("input", i) for i in range(len(signature.inputs))])
     named = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs

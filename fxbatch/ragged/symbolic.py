@@ -310,7 +310,7 @@ class WithoutPlainSizes(IndexByTensor):
             func = functools.partial(_max_pool1d, func)
         elif func in (torch.bincount, torch.Tensor.bincount):
             func = functools.partial(_bincount, func)
-        elif func is F.one_hot:  # the plain one asks for the largest class
+        elif func == F.one_hot:  # the plain one asks for the largest class
             func = one_hot_within
         elif func is torch.Tensor.fill_diagonal_:
             func = functools.partial(_fill_diagonal, func)
@@ -319,7 +319,7 @@ class WithoutPlainSizes(IndexByTensor):
         elif func is torch.Tensor.__getitem__:
             args = (args[0], _all_rows(args[1]))
         elif func in (torch.nonzero, torch.Tensor.nonzero) or (
-            func is torch.where and len(args) == 1 and not kwargs
+            func == torch.where and len(args) == 1 and not kwargs
         ):
             func = functools.partial(_nonzero, func)
         elif func in self.one.calls and (result := self.one.of(func, args, kwargs or {})) is not None:
@@ -391,7 +391,7 @@ def _nonzero(plain: Function, x: torch.Tensor, as_tuple: bool = False) -> object
     if not isinstance(x, FakeTensor) or x.dim() != 1:
         return plain(x, as_tuple=True) if as_tuple else plain(x)
     places = _all_rows(x != 0) if without_symbols(x) else torch.ops.aten.nonzero(x).select(1, 0)
-    return (places,) if as_tuple or plain is torch.where else places.unsqueeze(1)
+    return (places,) if as_tuple or plain == torch.where else places.unsqueeze(1)
 
 
 def _bincount(

@@ -85,7 +85,7 @@ class PackedCalls:
         recorder = arguments.recorder
         if not recorder.watches_operands or any_autocast():
             return None
-        if of is torch.stack:
+        if of == torch.stack:
             return self._stack_entry(entries, arguments)
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
@@ -165,7 +165,7 @@ class PackedCalls:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands:
             return
-        if of is torch.stack:
+        if of == torch.stack:
             self._met_stack(entries, arguments, pair)
             return
         family = self._family(entries, arguments, of)

@@ -529,19 +529,21 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
     PyObject *plain; /* torch's own, which it is taken for */
+    PyObject *slow;  /* what takes its calls with what was recorded; NULL: they are recorded */
+    PyObject *weak;
 } Function;
 
 static PyTypeObject FunctionType;
 
-/* Whether one of these, or a part of a list, is something that torch would ask about the call. */
+/* Whether one of these, or of what lists hold, is something that torch would ask about the call. */
 static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int depth)
 {
     int recorded = 0;
     for (Py_ssize_t i = 0; !recorded && i < n; i++) {
         PyTypeObject *t = Py_TYPE(x[i]);
         recorded = t == Value || t == WrittenTensor || t == BareParameter || t == BareView;
-        if (!depth && (t == &PyList_Type || t == &PyTuple_Type))
-            recorded = one_is_recorded(PySequence_Fast_ITEMS(x[i]), PySequence_Fast_GET_SIZE(x[i]), 1);
+        if (depth < 16 && (t == &PyList_Type || t == &PyTuple_Type))
+            recorded = one_is_recorded(PySequence_Fast_ITEMS(x[i]), PySequence_Fast_GET_SIZE(x[i]), depth + 1);
     }
     return recorded;
 }
@@ -549,12 +551,15 @@ static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int depth)
 /* torch.tanh(v): torch would look itself up by name for __torch_function__, which takes four times as long. */
 static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
-    PyObject *plain = ((Function *)self)->plain, *result = NULL;
+    Function *f = (Function *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    if (current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), 0) &&
-        mode_is(functions_enabled, Py_True) && mode_is(modes_enabled, Py_False))
-        result = call_function(current, plain, args, n, kwnames, 1);
-    return result || PyErr_Occurred() ? result : PyObject_Vectorcall(plain, args, nargsf, kwnames);
+    int recorded = current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), 0);
+    PyObject *result = NULL;
+    if (recorded && !f->slow && mode_is(functions_enabled, Py_True) && mode_is(modes_enabled, Py_False))
+        result = call_function(current, f->plain, args, n, kwnames, 1);
+    if (result || PyErr_Occurred())
+        return result;
+    return PyObject_Vectorcall(recorded && f->slow ? f->slow : f->plain, args, nargsf, kwnames);
 }
 
 /* plain_function(x): torch's own where something stands for it. */
@@ -587,30 +592,35 @@ static PyObject *function_equal(PyObject *self, PyObject *other, int op)
 
 static PyObject *function_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    PyObject *plain;
-    Function *f = PyArg_ParseTuple(args, "O", &plain) ? (Function *)type->tp_alloc(type, 0) : NULL;
+    PyObject *plain, *slow = NULL;
+    Function *f = PyArg_ParseTuple(args, "O|O", &plain, &slow) ? (Function *)type->tp_alloc(type, 0) : NULL;
     if (f) {
         f->call = function_call;
         f->plain = Py_NewRef(plain);
+        f->slow = Py_XNewRef(slow);
     }
     return (PyObject *)f;
 }
 
 static void function_dealloc(PyObject *self)
 {
+    PyObject_ClearWeakRefs(self);
     Py_XDECREF(((Function *)self)->plain);
+    Py_XDECREF(((Function *)self)->slow);
     Py_TYPE(self)->tp_free(self);
 }
 
 static PyTypeObject FunctionType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Function",
-    .tp_doc = "Function(plain): a function of torch; known calls are recorded at once. In all else it is as torch's.",
+    .tp_doc = "Function(plain, slow=None): a function of torch, of which known calls are recorded at once, or slow takes "
+              "those with what was recorded. In all else it is as torch's.",
     .tp_basicsize = sizeof(Function),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_new = function_new,
     .tp_dealloc = function_dealloc,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Function, call),
+    .tp_weaklistoffset = offsetof(Function, weak),
     .tp_getattro = function_getattro,
     .tp_repr = function_repr,
     .tp_hash = function_hash,

@@ -75,7 +75,7 @@ class OneSequence:
         if func is _SELECT:
             one = rest and type(sizes) is int and x.shape[sizes] == 1
             return x.clone() if one and self.is_order(rest[0]) else None
-        if func is torch._pack_padded_sequence:
+        if func == torch._pack_padded_sequence:
             along = 1 if rest[0] else 0
             n = self.length(sizes) if x.dim() > 1 and x.shape[1 - along] == 1 else None
             if n is None or not 0 < n <= x.shape[along]:
@@ -83,7 +83,7 @@ class OneSequence:
             steps = x.select(1 - along, 0)
             return (steps if n == steps.shape[0] else steps.narrow(0, 0, n)).clone(), self.sizes(n)
         recurrent = func in RECURRENT and len(rest) == 7 and isinstance(rest[1], (list, tuple))
-        if not (recurrent or func is torch._pad_packed_sequence) or sizes.shape[0] != x.shape[0]:
+        if not (recurrent or func == torch._pad_packed_sequence) or sizes.shape[0] != x.shape[0]:
             return None
         if recurrent:
             outputs, *states = self.layer(func)(x.unsqueeze(1), *rest, False)
@@ -125,7 +125,7 @@ class OneSequenceOfForm(OneSequence):
         if func in OneSequence.calls:
             return None if kwargs else self(func, args)
         x = (*args, None)[0]
-        if func is torch.sort:
+        if func == torch.sort:
             if id(x) not in self.told:
                 return None
             self.order = torch.zeros(1, dtype=torch.int64, device="cpu")

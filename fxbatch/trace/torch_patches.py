@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -154,25 +155,21 @@ def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacemen
     is given the recorder, torch's function and the arguments."""
 
     def named(traced: Replacement) -> Replacement:
-        _PATCHES.extend((owner, name, _while_recording(getattr(owner, name), traced)) for name in names)
+        for name in names:
+            plain = getattr(owner, name)
+            called = _while_recording(plain, traced)
+            if (
+                _fast is not None and type(plain) is BuiltinFunctionType
+            ):  # `torch.zeros(3)` has nothing to do with it
+                called = _fast.Function(plain, called)
+            _PATCHES.append((owner, name, called))
         return traced
 
     return named
 
 
-_LISTS = frozenset((list, tuple, torch.Size))
-_ATOMS = frozenset((int, float, bool, complex, str, type(None), torch.dtype, torch.device))
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether an argument is plain data or a list or shape of it, which no Value is in."""
-    return type(x) in _ATOMS or (type(x) in _LISTS and _ATOMS.issuperset(map(type, x)))
-
-
 def _while_recording(plain: Any, traced: Replacement) -> Any:
     def called(*args: object, **kwargs: object) -> object:
-        if all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values())):  # `torch.zeros(3)`
-            return plain(*args, **kwargs)
         recorder = state.recorder
         return plain(*args, **kwargs) if recorder is None else traced(recorder, plain, *args, **kwargs)
 

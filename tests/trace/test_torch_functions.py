@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import pickle
 import threading
+from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -35,7 +37,7 @@ class Cell(nn.Module):
         for x in xs:
             h = torch.tanh(self.inner(torch.cat([x, h], -1))) * torch.sigmoid(self.outer(h))
         if not self.seen:
-            self.seen.append(torch.tanh)
+            self.seen += [torch.tanh, torch.zeros]
         return torch.nn.functional.gelu(h)
 
 
@@ -73,7 +75,10 @@ def test_what_stands_for_a_function_is_as_torchs_own() -> None:
         model(sentences())
         model.seen.clear()
         model(sentences())
-    (seen,) = model.seen
+    seen, zeros = model.seen
+    assert zeros is not torch.zeros
+    assert zeros == torch.zeros
+    assert torch.equal(zeros(3), torch.zeros(3))
     assert seen is not torch.tanh
     assert seen == torch.tanh
     assert torch.tanh == seen
@@ -109,6 +114,37 @@ def test_torchs_own_are_there_afterwards_and_for_other_threads() -> None:
     assert all(torch.equal(r, torch.ones(2).tanh()) for r in results)
 
 
+@needs_c
+def test_code_that_another_thread_compiled_is_compiled_once_more_at_most() -> None:
+    graphs, results = [], []
+
+    def counting(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=counting, fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) + torch.cat([x, x])[:2]
+
+    class Asking(Cell):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, xs: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(torch.cat([self.outer(xs[0]), xs[1]]))
+            other = threading.Thread(target=lambda: results.append(compiled(torch.ones(2))))
+            other.start()
+            other.join()
+            return h
+
+    model = Asking()
+    with torch.no_grad():
+        for _ in range(4):
+            model(sentences())
+            results.append(compiled(torch.ones(2)))
+    assert len(graphs) <= 2
+    assert len(results) == 4 * 6
+    assert all(torch.equal(r, torch.ones(2).tanh() + 1) for r in results)
+
+
 def test_a_function_that_is_left_on_the_module_is_used_later() -> None:
     class Chooses(Cell):
         act: Any = None
@@ -125,3 +161,16 @@ def test_a_function_that_is_left_on_the_module_is_used_later() -> None:
     x = torch.randn(4)
     assert torch.equal(model.act(x), torch.tanh(x))
     assert torch.equal(copy.deepcopy(model).act(x), torch.tanh(x))
+
+
+def test_no_code_of_ours_compares_functions_of_torch_by_identity() -> None:
+    homes = {"torch": torch, "F": torch.nn.functional}
+    lines = []
+    for file in sorted(Path(fxbatch.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+                for x in (node.left, *node.comparators):
+                    home = homes.get(ast.unparse(x.value)) if isinstance(x, ast.Attribute) else None
+                    if home and isinstance(getattr(home, x.attr, None), BuiltinFunctionType):
+                        lines.append(f"{file.name}:{node.lineno} {ast.unparse(node)}")
+    assert not lines
