@@ -535,15 +535,18 @@ typedef struct {
 
 static PyTypeObject FunctionType;
 
-/* Whether one of these, or of what lists hold, is something that torch would ask about the call. */
-static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int depth)
+/* Whether one of these, or of what lists hold, is something that torch would ask about the call. at_large: or whether it
+   might be in another sequence. */
+static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int at_large, int depth)
 {
     int recorded = 0;
     for (Py_ssize_t i = 0; !recorded && i < n; i++) {
         PyTypeObject *t = Py_TYPE(x[i]);
         recorded = t == Value || t == WrittenTensor || t == BareParameter || t == BareView;
-        if (depth < 16 && (t == &PyList_Type || t == &PyTuple_Type))
-            recorded = one_is_recorded(PySequence_Fast_ITEMS(x[i]), PySequence_Fast_GET_SIZE(x[i]), depth + 1);
+        if (depth < 16 && (PyList_Check(x[i]) || PyTuple_Check(x[i])))
+            recorded = one_is_recorded(PySequence_Fast_ITEMS(x[i]), PySequence_Fast_GET_SIZE(x[i]), at_large, depth + 1);
+        else if (at_large && !PyUnicode_Check(x[i]))
+            recorded |= PySequence_Check(x[i]);
     }
     return recorded;
 }
@@ -553,7 +556,7 @@ static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nar
 {
     Function *f = (Function *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
-    int recorded = current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), 0);
+    int recorded = current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), f->slow != NULL, 0);
     PyObject *result = NULL;
     if (recorded && !f->slow && mode_is(functions_enabled, Py_True) && mode_is(modes_enabled, Py_False))
         result = call_function(current, f->plain, args, n, kwnames, 1);

@@ -160,7 +160,7 @@ def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacemen
             called = _while_recording(plain, traced)
             if (
                 _fast is not None and type(plain) is BuiltinFunctionType
-            ):  # `torch.zeros(3)` has nothing to do with it
+            ):  # not asked where nothing was recorded
                 called = _fast.Function(plain, called)
             _PATCHES.append((owner, name, called))
         return traced

@@ -6,9 +6,11 @@ import ast
 import copy
 import pickle
 import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -92,6 +94,24 @@ def test_what_stands_for_a_function_is_as_torchs_own() -> None:
     assert torch.equal(seen(x), torch.tanh(x))
     with pytest.raises(TypeError):
         seen(x, x)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@pytest.mark.parametrize("kind", [list, tuple, deque, lambda xs: Pair(*xs), lambda xs: [[xs[0]], [xs[1]]]])
+def test_contents_of_factories_are_read_in_all_that_holds_them(kind: Callable[[list[Any]], Any]) -> None:
+    class Copies(Cell):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, xs: torch.Tensor) -> torch.Tensor:
+            h = self.outer(xs[0])
+            return h * torch.tensor(kind([h[0].detach(), 2.0]), dtype=h.dtype).sum()
+
+    model = Copies()
+    for _ in range(3):
+        check_equal(model, sentences())
 
 
 @needs_c
