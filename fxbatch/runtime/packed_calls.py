@@ -274,9 +274,13 @@ class PackedCalls:
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
+        number = tensors.number
         work = _Resolution(program, tensors, run if in_parts else None)
         self._run_packed(work, packed, grad=grad)
-        if not tensors.held and not in_parts:
+        if (
+            number is None and not tensors.held and not in_parts
+        ):  # none ran after all: all is where it would be
+            tensors.number = None
             return program
         work.take_rows()
         if in_parts:

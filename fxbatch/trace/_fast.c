@@ -535,8 +535,7 @@ typedef struct {
 
 static PyTypeObject FunctionType;
 
-/* Whether one of these, or of what lists hold, is something that torch would ask about the call. at_large: or whether it
-   might be in another sequence. */
+/* Whether one of these, or of what lists hold, is what torch would ask; at_large: or might be in another sequence. */
 static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int at_large, int depth)
 {
     int recorded = 0;
@@ -565,7 +564,6 @@ static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nar
     return PyObject_Vectorcall(recorded && f->slow ? f->slow : f->plain, args, nargsf, kwnames);
 }
 
-/* plain_function(x): torch's own where something stands for it. */
 static PyObject *plain_function(PyObject *Py_UNUSED(module), PyObject *x)
 {
     return Py_NewRef(Py_IS_TYPE(x, &FunctionType) ? ((Function *)x)->plain : x);

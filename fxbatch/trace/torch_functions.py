@@ -15,8 +15,6 @@ import torch.nn.functional as F
 
 from fxbatch.trace.state import _fast
 
-__all__ = ["met", "note"]
-
 met: list[tuple[ModuleType, str, object]] = []  # where, by which name, and what stands there
 _noted: set[object] = set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ import fxbatch.ragged.lengths
 import fxbatch.ragged.symbolic
 from fxbatch import mistakes
 from fxbatch.errors import InternalWarning
+from fxbatch.ragged import check
 from fxbatch.runtime.packed_calls import CallFamily
 from tests.oracle import check_equal
 
@@ -401,3 +403,27 @@ def test_packed_calls_run_between_others_of_a_phase() -> None:
     with torch.no_grad():
         assert {"out", "cell"} <= {row.operation for row in fxbatch.explain(model, batch).operations}
     check_equal(model, batch)  # with gradients, where they run as any other
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_where_functions_differ_a_forward_that_waits_goes_on(
+    monkeypatch: pytest.MonkeyPatch, share: float, grad: bool
+) -> None:
+    """A phase whose packed calls were to run and did not has all its values in the run's memory, as if it had none."""
+    torch.manual_seed(3)
+    draw = random.Random(1)
+
+    def differs(*_: object) -> None:
+        if draw.random() < share:
+            raise AssertionError("differs")
+
+    monkeypatch.setattr(check, "check_against_body", differs)
+    model = AttentiveDecoder()
+    batch = [Sentence(n) for n in range(9, 39)]
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):
+            outputs = model(batch)
+        with fxbatch.disabled():
+            for ours, theirs in zip(outputs, model(batch), strict=True):
+                torch.testing.assert_close(ours, theirs)
