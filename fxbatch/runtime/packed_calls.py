@@ -274,13 +274,9 @@ class PackedCalls:
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
-        number = tensors.number
         work = _Resolution(program, tensors, run if in_parts else None)
         self._run_packed(work, packed, grad=grad)
-        if (
-            number is None and not tensors.held and not in_parts
-        ):  # none ran after all: all is where it would be
-            tensors.number = None
+        if tensors.number is None and not tensors.held and not in_parts:  # none ran: all is where it would be
             return program
         work.take_rows()
         if in_parts:

@@ -82,7 +82,8 @@ class ValueTensors:
     def numbers(self, recorded: int) -> np.ndarray:
         """int64 [recorded]: the number in the run's memory of each value that was recorded before a phase."""
         if self.number is None:
-            self.number, self.count = np.arange(recorded), recorded
+            self.count = recorded
+            return np.arange(recorded)
         return self.number
 
     def of(self, v: int, kind: TensorSpec | None = None) -> torch.Tensor:

@@ -158,9 +158,7 @@ def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacemen
         for name in names:
             plain = getattr(owner, name)
             called = _while_recording(plain, traced)
-            if (
-                _fast is not None and type(plain) is BuiltinFunctionType
-            ):  # not asked where nothing was recorded
+            if _fast is not None and type(plain) is BuiltinFunctionType:  # asked where a value is given
                 called = _fast.Function(plain, called)
             _PATCHES.append((owner, name, called))
         return traced
