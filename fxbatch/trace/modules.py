@@ -45,6 +45,9 @@ from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
+MANY_FAILED = (
+    3  # and one that could not run on fake tensors so often, as a recurrent layer on packed sequences
+)
 MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
 LOOP_CALLS = 48  # of torch, from which on a body that makes other numbers of them for other arguments is a loop as well
 
@@ -52,13 +55,14 @@ LOOP_CALLS = 48  # of torch, from which on a body that makes other numbers of th
 class ModuleRecord:
     """One module (or one marked method of it) in a table: what was examined, and its entries."""
 
-    __slots__ = ("changed", "examined", "method", "module", "through", "variants")
+    __slots__ = ("changed", "examined", "failed", "method", "module", "through", "variants")
 
     def __init__(self, module: torch.nn.Module, method: str | None) -> None:
         self.module = module
         self.method = method
         self.examined: Examined | None = None  # as it was when last called in a new minibatch
         self.changed = ""  # what it reads that changed last
+        self.failed = 0  # arguments with which it could not run on fake tensors
         self.through = ""  # why it is traced through from now on, whatever it is called with
         # (modes, structure) -> what it reads -> argument key -> Entry or reason
         self.variants: dict[object, dict[object, dict[object, Any]]] = {}
@@ -67,9 +71,26 @@ class ModuleRecord:
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
-    if recorder is None or id(self) in recorder.by_parts:
+    if recorder is None or id(self) in recorder.by_parts or _passes_through(recorder, self, args):
         return module_call(self, *args, **kwargs)
     return call_module(recorder, self, args, kwargs)
+
+
+def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...]) -> bool:
+    """Whether values are given to one of torch's own modules that this recording has made and that holds nothing,
+    as in `nn.Sigmoid()(x)`: a function of torch, under another name."""
+    return (
+        id(module) in recorder.fresh
+        and all(type(x) is Value for x in args)
+        and _rule(module, None) is TORCH_MODULE
+        and not any(map(vars(module).get, _HOLDS))
+    )
+
+
+_HOLDS = (
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
+)  # fmt: skip
 
 
 def call_module(
@@ -334,6 +355,9 @@ def _new_entry(
             report(error, _name(recorder, module), verify=recorder.table.verify)
             entry = str(error) if isinstance(error, BodyError) else first_line(error)
             _note(recorder, module, method, entry)
+            record.failed += 1
+            if record.failed == MANY_FAILED and Entry not in map(type, entries.values()):
+                return _from_now_on(recorder, record, entry)
             if isinstance(error, BodyError):
                 examined.reason = entry  # whatever it is called with
         entries[key] = entry

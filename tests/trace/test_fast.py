@@ -18,7 +18,7 @@ import fxbatch
 from fxbatch import operation
 from fxbatch.errors import TraceError
 from fxbatch.ir import TensorSpec, tensor_spec
-from fxbatch.trace import state
+from fxbatch.trace import modules, state
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.record import Recorder
 from fxbatch.trace.state import tracing
@@ -401,6 +401,79 @@ def test_setting_an_attribute_that_no_operation_reads_forgets_no_call(recorded_b
     assert recorded_by == "python" or slow[2] == 0
     batched: Any = type("Batched", (Memory,), {"forward": fxbatch.autobatch(adaptive=False)(Memory.forward)})
     check_equal(batched(), list(torch.randn(5, 4)))
+
+
+class MadeWhereItIsCalled(nn.Module):
+    """Modules without tensors that are made for one call, as public code of 2018 writes functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = nn.Sigmoid()(self.linear(x))
+        h = gate * nn.Tanh()(gate) + nn.LogSoftmax(dim=0)(nn.ReLU()(self.linear(gate)))
+        hooked = nn.Softsign()
+        hooked.register_forward_hook(lambda _, __, y: y * 2)
+        return hooked(h) + nn.Sequential(nn.Softplus(), nn.Hardtanh())(h)
+
+
+def test_modules_that_are_made_where_they_are_called_are_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[type] = []
+    known = modules.call_module
+
+    def call_module(recorder: Any, module: nn.Module, *given: Any) -> object:
+        looked_at.append(type(module))
+        return known(recorder, module, *given)
+
+    monkeypatch.setattr(modules, "call_module", call_module)
+    model, table = MadeWhereItIsCalled(), SignatureTable()
+    for _ in range(3):
+        looked_at.clear()
+        record_now(model, [(x,) for x in torch.randn(5, 4)], table)
+    assert not {nn.Sigmoid, nn.Tanh, nn.LogSoftmax, nn.ReLU} & {*looked_at}
+    batched: Any = type(
+        "Batched",
+        (MadeWhereItIsCalled,),
+        {"forward": fxbatch.autobatch(adaptive=False)(MadeWhereItIsCalled.forward)},
+    )
+    check_equal(batched(), list(torch.randn(5, 4)))
+
+
+class PackedByHand(nn.Module):
+    """An instance that packs sequences itself: the layer needs their sizes as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(9, 4), nn.LSTM(4, 3)
+
+    def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+        rows = [self.embed(w) for w in words]
+        packed = nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
+        return self.rnn(packed)[1][0][0].sum(0)
+
+
+def test_a_module_that_never_runs_on_fake_tensors_is_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[Exception] = []
+    run_on_fakes = modules.run_on_fakes
+
+    def tries(*given: Any, **how: Any) -> Any:
+        try:
+            return run_on_fakes(*given, **how)
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    monkeypatch.setattr(modules, "run_on_fakes", tries)
+    batched: Any = type(
+        "Batched", (PackedByHand,), {"forward": fxbatch.autobatch(adaptive=False)(PackedByHand.forward)}
+    )
+    model = batched()
+    model.eval()
+    check_equal(model, [[torch.arange(n) for n in (m, 2, m + 3)] for m in range(1, 6)], gradients=False)
+    assert len(failed) == modules.MANY_FAILED
 
 
 class _OfItsOwn(nn.Module):
