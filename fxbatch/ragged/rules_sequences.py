@@ -1,7 +1,8 @@
 """Rules for recurrent layers, convolutions, pooling, running results, sorts and shifts along rows, and for losses.
 
-In: nn.LSTM, nn.GRU, nn.RNN, conv1d, nll_loss and its kin. Out: torch's kernels for packed sequences; one convolution
-over all instances with gaps of zeros between them; losses as elements that are summed.
+In: nn.LSTM, nn.GRU, nn.RNN, convolutions, nll_loss and its kin. Out: torch's kernels for packed sequences; products
+with the rows that a kernel meets, and one convolution of images with zeros beyond their ends; losses as elements that
+are summed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
+from fxbatch.ragged.padding import without_gradients
 from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.rules import RULES, over, rule, weights_code
 from fxbatch.ragged.whole_tensor import product_of_rows, topk
@@ -104,6 +106,25 @@ def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
         f"z.conv1d({size}, {out}, {rows}, {operands}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
     )
     return e.packed(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
+
+
+@rule("convolution")
+def _convolution(e: Emitter, node: fx.Node) -> Emitted:
+    """One of all instances' images, of which one or two sizes are their own: beyond the end of a smaller one are zeros,
+    as beyond that of any image."""
+    a, val = e.bound(node), node.meta["val"]
+    x = e.to_dense(a["input"])
+    weights_code(a["weight"], a["bias"])
+    if a["transposed"] or 1 in x.axes or not set(x.axes) - {0}:
+        raise NoRule("a convolution of this kind")
+    images = e.spread(x, clear=[d for d in x.axes if d > 1])
+    a["input"] = Code(f"{images}.flatten(0, 1)")
+    name = e.line(f"{e.call(operator_of(node), a)}.unflatten(0, {images}.shape[:2])")
+    shape = shape_of(val)
+    if len(own_dimensions(shape)) == 2:
+        along = ", ".join(f"({e.lengths(shape[d])}, {d + 1})" for d in own_dimensions(shape))
+        name = e.line(f"{e.const(without_gradients)}({name}, [{along}])")
+    return e.gathered(name, val)
 
 
 @rule("avg_pool1d")

@@ -52,6 +52,7 @@ from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
 from fxbatch.trace.torch_patches import functions_refused
 
 TRIED = 16  # combinations of sizes that are tried for one graph
+REGIONS = 4  # of sizes, by the answers to what torch asks about them, for which one graph may stand
 FAILED = 3  # of those with a 0 or 1, and of the others, that may fail before no more are
 MOST_SIZES = 16  # sizes of one instance that may differ
 
@@ -102,9 +103,12 @@ class SizedGraph:
         self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
-            self._holds = columns_function(self.guards, self.symbols)
+            self._regions = [
+                columns_function(self.guards, self.symbols)
+            ]  # of sizes for which the graph is the body
         except UnknownExpressionError as error:
             raise NoPackedForm(f"its code asks about {error}") from None
+        self._complete = False  # whether no others are looked for
         self.assumed: list[sympy.Basic] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
 
@@ -131,14 +135,17 @@ class SizedGraph:
 
     def fitting(self, columns: Sequence[np.ndarray]) -> np.ndarray:
         """bool [n]: for which instances the graph is the body; columns: their sizes, one column a symbol."""
-        good = np.ones(len(columns[0]), dtype=bool)
-        for column in columns:
-            good &= column > 1  # symbols are taken to be 2 or more: `max(len(x), 1)` leaves no guard
-        with np.errstate(divide="ignore"):  # by sizes 0, of which it says nothing
-            for answer in self._holds(*columns):
-                good &= answer
+        # symbols are taken to be 2 or more: `max(len(x), 1)` leaves no guard
+        usual = np.logical_and.reduce([column > 1 for column in columns])
+        good = np.zeros_like(usual)
+        for region in self._regions:
+            good |= _all_hold(region, columns)
+        good &= usual
         for i in np.flatnonzero(~good).tolist():
-            good[i] = self._stands_for(tuple(int(c[i]) for c in columns))
+            sizes = tuple(int(c[i]) for c in columns)
+            if not good[i] and usual[i] and self._adds_region(sizes):
+                good |= usual & _all_hold(self._regions[-1], columns)
+            good[i] = good[i] or self._stands_for(sizes)
         for answer in self._assumed(*columns):
             good &= answer
         return good
@@ -165,6 +172,35 @@ class SizedGraph:
             self.assumed.append(sympy.Eq(sympy.sympify(a), sympy.sympify(b)))
         return bool(same)
 
+    def _adds_region(self, sizes: tuple[int, ...]) -> bool:
+        """Whether the graph is the body for all sizes for which torch gets the answers it gets for these, too: what
+        it asks often decides nothing that one can see, as which of its kernels it takes from 16 images on."""
+        if self._complete:
+            return False
+        example = self._example(sizes)
+        try:
+            other = SizedGraph(
+                self.body, example, self.dynamic, self.whole, flags_known=self.flags_known, code=self.code
+            )
+            stands = self.symbols == other.symbols and _same_nodes(self.module.graph, other.module.graph, {})
+        except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
+            stands = False
+        self._regions += other._regions if stands else ()
+        self._complete = not stands or len(self._regions) == REGIONS
+        return stands
+
+    def _example(self, sizes: Iterable[int]) -> list[torch.Tensor]:
+        """Tensors like the example's, of these sizes."""
+        taken = iter(sizes)
+        shapes = [
+            [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
+            for tensor, dims in zip(self.tensors, self.dynamic, strict=True)
+        ]
+        return [
+            tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
+            for tensor, dims, shape in zip(self.tensors, self.dynamic, shapes, strict=True)
+        ]
+
     def _stands_for(self, sizes: tuple[int, ...]) -> bool:
         """Whether the body with these sizes as numbers has the nodes of the graph."""
         stands_here = self._tried.get(sizes)
@@ -177,11 +213,7 @@ class SizedGraph:
         return stands_here
 
     def _try(self, sizes: tuple[int, ...]) -> bool:
-        tensors, taken = [], iter(sizes)
-        for tensor, dims in zip(self.tensors, self.dynamic, strict=True):
-            shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
-            example = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
-            tensors.append(example)
+        tensors = self._example(sizes)
         log = logging.getLogger("torch._subclasses.fake_tensor")
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
@@ -194,6 +226,15 @@ class SizedGraph:
             log.disabled = disabled
         values = dict(zip(self.symbols, sizes, strict=True))
         return _same_nodes(self.module.graph, module.graph, values)
+
+
+def _all_hold(region: ColumnsFunction, columns: Sequence[np.ndarray]) -> np.ndarray:
+    """bool [n]: which instances are of a region."""
+    holds = np.ones(len(columns[0]), dtype=bool)
+    with np.errstate(divide="ignore"):  # by sizes 0, of which it says nothing
+        for answer in region(*columns):
+            holds &= answer
+    return holds
 
 
 def _of_all_but_small(guard: object) -> bool:

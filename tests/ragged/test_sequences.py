@@ -73,6 +73,17 @@ def layers() -> dict[str, tuple[nn.Module, Callable[..., Any], Any]]:
         "convolution and maximum": (
             nn.Conv1d(6, 4, 3, padding=1), lambda m, x: torch.relu(m(x.t()[None])).amax(2)[0], SOME
         ),
+        "convolution of images of their own height": (
+            nn.Conv2d(1, 4, 3, padding=1), lambda m, x: m(x[None, None]).relu().sum(2), SOME
+        ),
+        "strided, dilated convolution in groups of images of their own width": (
+            nn.Conv2d(2, 4, 3, stride=2, padding=(1, 2), dilation=(1, 2), groups=2),
+            lambda m, x: m(x.t().reshape(2, 3, -1)), LONG,
+        ),
+        "convolution of volumes of their own depth": (
+            nn.Conv3d(2, 4, (3, 1, 2), padding=(1, 0, 1)),
+            lambda m, x: m(x.view(1, 1, -1, 2, 3).repeat(1, 2, 1, 1, 1)), SOME,
+        ),
         "encoder layer": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True), plain, ALL),
         "encoder, norm first": (stack, plain, ALL),
         "encoder with a causal mask": (nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0), causal, SOME),
@@ -96,6 +107,30 @@ def test_layers(name: str) -> None:
 def test_decoder_layer() -> None:
     body, parameters = of_module(nn.TransformerDecoderLayer(6, 2, 12, dropout=0.0), lambda m, a, b: m(a, b))
     assert not check_packed(body, two, PAIRS, ((0,), (0,)), parameters).lowered.alone
+
+
+IMAGES: dict[str, tuple[nn.Module, Callable[..., Any]]] = {
+    "both sizes": (nn.Conv2d(1, 4, 3, padding=1), lambda m, a, b: m((a @ b.t())[None]).amax((1, 2))),
+    "both sizes, one more": (nn.Conv2d(1, 2, (2, 1), padding=(1, 0)), lambda m, a, b: m((a @ b.t())[None]).exp()),
+    "as many as rows": (
+        nn.Conv2d(1, 4, (3, 1), padding=(1, 0)), lambda m, a, b: m((a @ b.t())[:, None, :, None]).amax(2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_convolutions_of_two_sizes(name: str) -> None:
+    body, parameters = of_module(*IMAGES[name])
+    assert not check_packed(body, two, PAIRS, ((0,), (0,)), parameters).lowered.alone
+
+
+def test_what_torch_asks_about_sizes_and_decides_nothing_is_traced_once_more() -> None:
+    body, parameters = of_module(
+        nn.Conv2d(1, 4, (3, 1), padding=(1, 0)), lambda m, a, b: m((a @ b.t())[:, None, :, None]).sum(2)
+    )
+    graph = check_packed(body, two, [*PAIRS, (16, 4), (17, 9), (30, 2)], ((0,), (0,)), parameters).graph
+    assert any(guard.has(16) for guard in graph.guards), graph.guards  # from 16 images on another kernel
+    assert not [sizes for sizes in graph._tried if min(sizes) > 1]
 
 
 def tagged(t: int) -> list[torch.Tensor]:
