@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
-from fxbatch.ragged.lower import WHOLE, Lowered, Packed, lower
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
 from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
@@ -356,6 +356,34 @@ class PackedColumn:
             with torch.set_grad_enabled(self._grad):
                 self._parts = apart(self.tensor, self._layout, self._axes, self._lengths, self._n)
         return self._parts
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all its tensors have one shape."""
+        return self._layout == DENSE
+
+    def taken(self, places: Sequence[int]) -> Sequence[torch.Tensor] | PackedColumn:
+        """The tensors at these places, in this order."""
+        if places == list(range(self._n)):
+            return self
+        if self._layout not in (DENSE, PACKED):
+            parts = self._apart()
+            return [parts[i] for i in places]
+        rows, lengths = np.array(places, dtype=np.int64), []
+        if self._layout == PACKED:
+            (size,) = self._lengths
+            lengths = [Lengths(size.sizes[rows], self.tensor.device)]
+            rows = size.starts[rows][lengths[0].segments] + lengths[0].positions
+        with torch.set_grad_enabled(self._grad):
+            tensor = self.tensor.index_select(0, torch.from_numpy(rows).to(self.tensor.device))
+            return PackedColumn(tensor, self._layout, self._axes, lengths, len(places))
+
+    def stacked(self, places: Sequence[int], counts: Sequence[int]) -> PackedColumn:
+        """Stacks of the tensors at these places, so many in each; all have one shape."""
+        rows = self.taken(places)
+        assert isinstance(rows, PackedColumn)
+        sizes = Lengths(np.array(counts, dtype=np.int64), rows.tensor.device)
+        return PackedColumn(rows.tensor, PACKED, (0,), [sizes], len(counts))
 
     def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
         """The sizes of these dimensions; None where other ones differ."""

@@ -35,7 +35,7 @@ from fxbatch.runtime.run import AT_HAND, HELD_APART, Run, ValueTensors
 from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
-from fxbatch.trace.table import Entry, SignatureTable, static_key
+from fxbatch.trace.table import CallArguments, Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.ragged.packed_function import PackedColumn, PackedFunction
@@ -56,9 +56,12 @@ class CallFamily:
     """Calls of one module or function that differ in the sizes of their inputs, and in numbers that are such, alone."""
 
     numbers: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)  # `_sizes_in`
+    key: object = None  # among the entries of their module
     members: list[Entry] = field(default_factory=list)
     keys: list[object] = field(default_factory=list)  # of the members among the entries of their module
     function: PackedFunction | None = None
+    of_function: int = 0  # members of which it was built
+    widest: bool = False  # whether another function was tried for calls in which more differs
     signature: Signature | None = None  # of a member: its body
     reason: str = ""
     calls: int = 0
@@ -79,7 +82,9 @@ class PackedCalls:
 
     # -- while recording ------------------------------------------------------------------------------
 
-    def entry(self, entries: dict[object, object], arguments: Any, *, of: object = None) -> Entry | None:
+    def entry(
+        self, entries: dict[object, object], arguments: CallArguments, *, of: object = None
+    ) -> Entry | None:
         """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
         that is called, if it is no module, whose entries these are."""
         recorder = arguments.recorder
@@ -93,21 +98,12 @@ class PackedCalls:
         if family.reason or len(family.members) < MEMBERS:
             return None
         types = arguments.types()
-        if family.function is None:
-            if not self.may_try(SECONDS):
-                return None
-            with building():
-                self._build(family, types)
-            if family.function is not None:  # from now on its first members are packed as well
-                for key in family.keys:
-                    entries.pop(key, None)
-                for signature in [member.signature for member in family.members]:
-                    if _fitting_sizes(family.function, signature.inputs) is not None:
-                        self.first[signature] = family
-                recorder.lasts = False
-        function = family.function
-        if function is None:
+        if family.function is None and not (
+            self.may_try(SECONDS) and self._built(entries, family, arguments)
+        ):
             return None
+        function = family.function
+        assert function is not None
         sizes = _fitting_sizes(function, types)
         if sizes is None:
             return None
@@ -123,7 +119,21 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
-    def _stack_entry(self, entries: dict[object, Any], arguments: Any) -> Entry | None:
+    def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
+        """Whether it has a function now, by which its first members are packed as well from now on."""
+        with building():
+            self._build(family, arguments.types())
+        if family.function is None:
+            return False
+        for key in family.keys:
+            entries.pop(key, None)
+        for signature in [member.signature for member in family.members]:
+            if _fitting_sizes(family.function, signature.inputs) is not None:
+                self.first[signature] = family
+        arguments.recorder.lasts = False
+        return True
+
+    def _stack_entry(self, entries: dict[object, Any], arguments: CallArguments) -> Entry | None:
         """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
         family: CallFamily | None = entries.get(_stack_key(arguments))
         if family is None or len(family.members) < MEMBERS:
@@ -149,7 +159,9 @@ class PackedCalls:
         table: SignatureTable = arguments.recorder.table
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
-    def _met_stack(self, entries: dict[object, Any], arguments: Any, pair: Any) -> None:
+    def _met_stack(
+        self, entries: dict[object, Any], arguments: CallArguments, pair: tuple[object, Entry]
+    ) -> None:
         key = _stack_key(arguments)
         if key is None:
             return
@@ -160,7 +172,12 @@ class PackedCalls:
             family.signature = pair[1].signature
 
     def met(
-        self, entries: dict[object, object], arguments: Any, pair: tuple[object, Entry], *, of: object = None
+        self,
+        entries: dict[object, object],
+        arguments: CallArguments,
+        pair: tuple[object, Entry],
+        *,
+        of: object = None,
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands:
@@ -170,13 +187,33 @@ class PackedCalls:
             return
         family = self._family(entries, arguments, of)
         key, entry = pair
-        if family.function is None and not family.reason:
-            family.members.append(entry)
-            family.keys.append(key)
         if not arguments.values:
             family.reason = "no value in it"
+        function = family.function
+        if family.reason or (function is not None and not self._may_be_wider(family, entry)):
+            return
+        family.members.append(entry)
+        family.keys.append(key)
+        if function is not None and len(family.members) >= family.of_function + MEMBERS:
+            self._widen(entries, family, arguments)
 
-    def _family(self, entries: dict[object, Any], arguments: Any, of: object) -> CallFamily:
+    def _may_be_wider(self, family: CallFamily, entry: Entry) -> bool:
+        """Whether a call is one of those in which another dimension differs than its function takes to be an instance's
+        own, and another function may be tried."""
+        assert family.function is not None
+        other = not _other_dimensions_fit(family.function, entry.signature.inputs)
+        return other and not family.widest and self.may_try(SECONDS)
+
+    def _widen(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
+        """One family of the calls that fit the function and of those that do not, if one function is for them all."""
+        wider = CallFamily(family.numbers, family.key, family.members, family.keys)
+        family.widest = True
+        if self._built(entries, wider, arguments):
+            entries[family.key] = wider
+            for key in [k for k, e in entries.items() if type(e) is Entry and e.signature.sizes is family]:
+                del entries[key]
+
+    def _family(self, entries: dict[object, Any], arguments: CallArguments, of: object) -> CallFamily:
         template, types = arguments.template(), arguments.types()
         numbers = _sizes_in(template, types, of)
         while True:
@@ -192,7 +229,7 @@ class PackedCalls:
                 _repeated(types),
                 tuple(s.key for s in arguments.shared),
             )
-            family: CallFamily = entries.setdefault(key, CallFamily(numbers))
+            family: CallFamily = entries.setdefault(key, CallFamily(numbers, key))
             if not family.reason or not numbers:
                 return family
             numbers = {}  # then the numbers are what they are
@@ -237,6 +274,7 @@ class PackedCalls:
             if function.lowered.by_values:
                 raise NoPackedForm("a size depends on values")
             family.function = function
+            family.of_function = len(family.members)
             family.signature = signature
             self.families.append(family)
         except NoPackedForm as error:
@@ -331,7 +369,7 @@ class PackedCalls:
         self.steps += 1
         if function is None:
             with torch.set_grad_enabled(grad and program.signatures[program.sig[calls[0]]].modes.grad):
-                work.give(calls, [[torch.stack(work.inputs_of(c)) for c in calls]])
+                work.give(calls, [work.stacks_of(calls)])
             return
         signature = program.signatures[program.sig[calls[0]]]
         columns = work.columns_of(calls)
@@ -414,17 +452,13 @@ class _Resolution:
         return np.bincount(p.reader[missing], minlength=len(p)) == 0
 
     def columns_of(self, calls: list[int]) -> list[Column]:
-        """What these calls read, by input: tensors, or a packed column that has them in this order."""
+        """What these calls read, by input: tensors, or a packed column of them."""
         columns: list[Column] = []
-        p, constant = self.program, self.tensors.constant
+        p = self.program
         for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
             values = p.inputs[p.input_offsets[calls] + k].tolist()
-            places = [self.held[v] if v in self.held else constant.get(v) for v in values]
-            column = places[0][0] if isinstance(places[0], tuple) else ()
-            as_they_lie = len(column) == len(values) and all(
-                isinstance(x, tuple) and x[0] is column and x[1] == i for i, x in enumerate(places)
-            )
-            columns.append(column if as_they_lie else self.tensors_of(values, [t] * len(values)))
+            at = _places([self.held.get(v) for v in values])
+            columns.append(self.tensors_of(values, [t] * len(values)) if at is None else at[0].taken(at[1]))
         return columns
 
     def tensors_of(self, values: Sequence[int], types: Sequence[TensorSpec]) -> list[torch.Tensor]:
@@ -435,6 +469,16 @@ class _Resolution:
         assert self.run is not None
         of = dict(zip(inside, self.run.in_memory(self.number[inside]), strict=True))
         return [of[v] if v in of else self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
+
+    def stacks_of(self, calls: Sequence[int]) -> Sequence[object]:
+        """What these calls give, which stack rows: places in a column, where all rows are in one."""
+        offsets, inputs = self.program.input_offsets, self.program.inputs
+        rows = [inputs[offsets[c] : offsets[c + 1]].tolist() for c in calls]
+        at = _places([self.held.get(v) for v in itertools.chain.from_iterable(rows)])
+        if at is None or not at[0].is_dense:
+            return [torch.stack(self.inputs_of(c)) for c in calls]
+        stacks = at[0].stacked(at[1], list(map(len, rows)))
+        return [(stacks, i) for i in range(len(calls))]
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
@@ -526,6 +570,13 @@ class _Resolution:
         self.number = tensors.number = number
         tensors.count = program.values
         return program
+
+
+def _places(values: Sequence[object]) -> tuple[PackedColumn, list[int]] | None:
+    """The packed column that has all these values, and where; None if there is none."""
+    column: PackedColumn | None = values[0][0] if isinstance(values[0], tuple) else None
+    at = [x[1] for x in values if isinstance(x, tuple) and x[0] is column]
+    return None if column is None or len(at) < len(values) else (column, at)
 
 
 def _as_constants(
@@ -647,11 +698,20 @@ def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[
 @guard("sizes")
 def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> list[np.ndarray] | None:
     """The sizes of one call; None where the function is not for them, or another dimension than its own differs."""
-    for t, dims, example in zip(types, function.dynamic, function.graph.tensors, strict=False):
-        if any(d not in dims and size != example.shape[d] for d, size in enumerate(t.shape)):
-            return None
+    if not _other_dimensions_fit(function, types):
+        return None
     sizes = [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]
     return sizes if function.graph.fitting(sizes).all() else None
+
+
+def _other_dimensions_fit(function: PackedFunction, types: Sequence[TensorSpec]) -> bool:
+    """Whether nothing but the function's own dimensions differs from its example."""
+    columns = zip(types, function.dynamic, function.graph.tensors, strict=False)
+    return all(
+        d in dims or size == example.shape[d]
+        for t, dims, example in columns
+        for d, size in enumerate(t.shape)
+    )
 
 
 # -- segments: packed calls on what recorded calls compute (attention over the states of a cell, a loss over a stack of

@@ -91,7 +91,7 @@ class ValueTensors:
         x = self.held[v] if v in self.held else self.constant[v]
         if isinstance(x, tuple):
             column, i = x
-            x = self.held[v] = column[i]
+            x = column[i]
         if isinstance(x, torch.Tensor):
             return x
         if kind is None:

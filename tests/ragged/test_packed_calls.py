@@ -17,6 +17,7 @@ import fxbatch.ragged.symbolic
 from fxbatch import mistakes
 from fxbatch.errors import InternalWarning
 from fxbatch.ragged import check
+from fxbatch.runtime import packed_calls
 from fxbatch.runtime.packed_calls import CallFamily
 from tests.oracle import check_equal
 
@@ -67,9 +68,12 @@ class Greedy(Parser):
 FIRST = (3, 5, 2)
 
 
+def engine_of(model: nn.Module) -> Any:
+    return next(iter(model.__dict__["_fxbatch_engines"].values()))
+
+
 def families(model: nn.Module) -> list[CallFamily]:
-    engine = next(iter(model.__dict__["_fxbatch_engines"].values()))
-    return [f for f in engine.packed_calls.families if f.function is not None]
+    return [f for f in engine_of(model).packed_calls.families if f.function is not None]
 
 
 def results(model: nn.Module, batch: Any) -> tuple[torch.Tensor, list[Any]]:
@@ -118,6 +122,66 @@ def test_numbers_that_are_sizes_make_no_families_of_their_own() -> None:
     names = [name for name, _ in met]
     assert [names.count(name) for name in ("view", "reshape", "expand")] == [2, 2, 1]
     assert all(2 * calls > dict(met)["embed"] for _, calls in met)
+
+
+class Word:
+    def __init__(self, words: int, longest: int) -> None:
+        self.letters = torch.randint(50, (words, longest))
+
+
+class Letters(Parser):
+    @fxbatch.autobatch(out="list", adaptive=False)
+    def forward(self, s: Word) -> torch.Tensor:
+        words = self.embed(s.letters).sum(1)
+        h = words[0]
+        for word in words[1:]:
+            h = torch.tanh(h + word)
+        return h
+
+
+def test_a_family_in_which_another_dimension_differs_later_becomes_wider() -> None:
+    model = Letters().double()
+    for sizes in (
+        [(2, 5), (3, 5), (4, 5), (6, 5)],
+        [(7, 4), (6, 4), (3, 6)],
+        [(2, 5), (9, 8), (5, 11), (3, 2)],
+    ):
+        check_equal(model, [Word(*s) for s in sizes])
+    embed = [f for f in families(model) if f.signature and f.signature.name == "embed"]
+    assert [f.function.dynamic for f in embed if f.function] == [((0,),), ((0, 1),)]
+    steps = embed[1].steps
+    check_equal(model, [Word(*s) for s in [(2, 5), (6, 5), (7, 4), (8, 3)]])  # sizes of both, and new ones
+    assert embed[1].steps > steps and embed[1].calls >= 4 * (embed[1].steps - steps)
+
+
+class Story:
+    def __init__(self, sentences: int) -> None:
+        self.sentences = [torch.randint(50, (i % 5 + 1,)) for i in range(sentences)]
+
+
+class Memory(Parser):
+    """Sentences of their own lengths, encoded one by one, are rows of a memory that is read twice."""
+
+    @fxbatch.autobatch(out="list", adaptive=False)
+    def forward(self, s: Story) -> torch.Tensor:
+        memory = torch.stack([self.embed(words).sum(0) for words in s.sentences])
+        h = self.embed.weight[0]
+        for _ in range(2):
+            h = h + (torch.softmax(memory @ h, 0)[:, None] * memory).sum(0)
+        return self.out(h)
+
+
+def test_stacks_of_what_packed_calls_give_are_taken_from_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = Memory().double(), []
+    inputs_of = packed_calls._Resolution.inputs_of
+    monkeypatch.setattr(
+        packed_calls._Resolution, "inputs_of", lambda work, c: (asked.append(c), inputs_of(work, c))[1]
+    )
+    for sizes in ((3, 9, 12), (8, 1, 10, 11), (13, 9, 2, 16), (4, 12, 17, 14)):
+        asked.clear()
+        check_equal(model, [Story(n) for n in sizes])
+    assert any(f.stacks and f.calls for f in engine_of(model).packed_calls.families)
+    assert not asked
 
 
 class OldVariables(Parser):
