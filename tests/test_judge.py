@@ -163,6 +163,13 @@ def test_equal_numbers_need_no_referee() -> None:
     assert differences([torch.ones(3).double()], [torch.ones(3)], [])
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_numbers_of_half_precision_are_compared() -> None:
+    z = torch.tensor([1.0 + 2.0j, 3.0]).to(torch.complex32)
+    assert not differences([z.clone()], [z], [])
+    assert differences([z * 2], [z], [])
+
+
 # Its callers
 
 

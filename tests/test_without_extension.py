@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(_fast is None, reason="this is that process")
 
 
-def python(*arguments: str) -> str:
+def python(*arguments: str, **variables: str) -> str:
     """What Python prints in such a process."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **variables},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -45,6 +45,14 @@ def test_tests_pass(paths: list[str]) -> None:
     output = python(
         "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.without_extension", *paths
     )
+    assert " passed" in output
+
+
+def test_what_is_written_in_c_runs_beside_sources() -> None:
+    output = python(
+        "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "tests.without_extension",
+        "tests/runtime/test_products_apart.py", WITH_C="1",
+    )  # fmt: skip
     assert " passed" in output
 
 

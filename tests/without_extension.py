@@ -1,11 +1,13 @@
 """A plugin of pytest: fxbatch as it is where it was installed without a C compiler. Nothing compiled is imported, and
-neither is Cython: what has a Python source runs from it, and the rest is not there.
+neither is Cython: what has a Python source runs from it, and the rest is not there; with WITH_C=1
+what is written in C is.
 
 python -m pytest -p tests.without_extension tests/trace
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, ModuleSpec, SourceFileLoader
@@ -25,6 +27,8 @@ class SourcesOnly:
             specs = (FileFinder(p, (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(name) for p in path or ())
             if spec := next(filter(None, specs), None):
                 return spec
+            if os.environ.get("WITH_C"):
+                return None
         elif package != "cython":
             return None
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -340,7 +340,7 @@ class _GradientPlanner:
         row: Written = self.row
         for t, requested in zip(self.request_type, self.requests):
             asked = requested
-            self.request_start.append(self.total[t] + 1)  # row 0 is zero
+            self.request_start.append(int(self.total[t]) + 1)  # row 0 is zero
             for i in range(asked.shape[0]):
                 value[n], row[n] = asked[i], self.total[t] + 1 + i
                 n += 1
