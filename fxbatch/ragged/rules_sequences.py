@@ -108,14 +108,14 @@ def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
     return e.packed(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
 
 
-@rule("convolution")
+@rule("convolution", "_convolution_mode")
 def _convolution(e: Emitter, node: fx.Node) -> Emitted:
     """One of all instances' images, of which one or two sizes are their own: beyond the end of a smaller one are zeros,
     as beyond that of any image."""
     a, val = e.bound(node), node.meta["val"]
     x = e.to_dense(a["input"])
     weights_code(a["weight"], a["bias"])
-    if a["transposed"] or 1 in x.axes or not set(x.axes) - {0}:
+    if a.get("transposed") or 1 in x.axes or not set(x.axes) - {0}:
         raise NoRule("a convolution of this kind")
     images = e.spread(x, clear=[d for d in x.axes if d > 1])
     a["input"] = Code(f"{images}.flatten(0, 1)")

@@ -80,6 +80,9 @@ def layers() -> dict[str, tuple[nn.Module, Callable[..., Any], Any]]:
             nn.Conv2d(2, 4, 3, stride=2, padding=(1, 2), dilation=(1, 2), groups=2),
             lambda m, x: m(x.t().reshape(2, 3, -1)), LONG,
         ),
+        "convolution of images that keep their size": (
+            nn.Conv2d(1, 4, (3, 5), padding="same"), lambda m, x: m(x[None, None]).sum(3), SOME
+        ),
         "convolution of volumes of their own depth": (
             nn.Conv3d(2, 4, (3, 1, 2), padding=(1, 0, 1)),
             lambda m, x: m(x.view(1, 1, -1, 2, 3).repeat(1, 2, 1, 1, 1)), SOME,
