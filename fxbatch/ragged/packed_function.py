@@ -382,8 +382,9 @@ class PackedColumn:
         """Stacks of the tensors at these places, so many in each; all have one shape."""
         rows = self.taken(places)
         assert isinstance(rows, PackedColumn)
-        sizes = Lengths(np.array(counts, dtype=np.int64), rows.tensor.device)
-        return PackedColumn(rows.tensor, PACKED, (0,), [sizes], len(counts))
+        tensor = rows.tensor if torch.is_grad_enabled() else rows.tensor.detach()
+        sizes = Lengths(np.array(counts, dtype=np.int64), tensor.device)
+        return PackedColumn(tensor, PACKED, (0,), [sizes], len(counts))
 
     def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
         """The sizes of these dimensions; None where other ones differ."""

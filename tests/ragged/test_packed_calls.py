@@ -162,17 +162,30 @@ class Story:
 class Memory(Parser):
     """Sentences of their own lengths, encoded one by one, are rows of a memory that is read twice."""
 
+    fixed = False  # whether no gradients go through the stack
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
     @fxbatch.autobatch(out="list", adaptive=False)
     def forward(self, s: Story) -> torch.Tensor:
-        memory = torch.stack([self.embed(words).sum(0) for words in s.sentences])
+        rows = [self.embed(words).sum(0) for words in s.sentences]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.fixed):
+            memory = torch.stack(rows)
+        memory = self.mix(memory)
         h = self.embed.weight[0]
         for _ in range(2):
             h = h + (torch.softmax(memory @ h, 0)[:, None] * memory).sum(0)
         return self.out(h)
 
 
-def test_stacks_of_what_packed_calls_give_are_taken_from_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_stacks_of_what_packed_calls_give_are_taken_from_it_at_once(
+    monkeypatch: pytest.MonkeyPatch, fixed: bool
+) -> None:
     model, asked = Memory().double(), []
+    model.fixed = fixed
     inputs_of = packed_calls._Resolution.inputs_of
     monkeypatch.setattr(
         packed_calls._Resolution, "inputs_of", lambda work, c: (asked.append(c), inputs_of(work, c))[1]
