@@ -501,12 +501,12 @@ class _Resolution:
         p, constant = self.program, self.tensors.constant
         readers = _readers(p, self.tensors)
         readers = readers[~self.resolved[readers]]
-        rows: dict[int, Sequence[torch.Tensor]] = {}
+        rows_of: dict[bool, dict[int, Sequence[torch.Tensor]]] = {False: {}, True: {}}
         for s in np.unique(p.sig[readers]).tolist():
-            place = row_read(p.signatures[s])
+            place, grad = row_read(p.signatures[s]), p.signatures[s].modes.grad
             if place == NO_ROW:
                 continue
-            calls = readers[p.sig[readers] == s]
+            calls, rows = readers[p.sig[readers] == s], rows_of[grad]
             first = p.input_offsets[calls]
             sources = p.inputs[first].tolist()
             numbers = p.inputs[first + 1].tolist() if place == LIFTED else sources
@@ -518,8 +518,8 @@ class _Resolution:
                     continue
                 if source not in rows:
                     whole = self.tensors.of(source, p.signatures[s].inputs[0])
-                    with torch.set_grad_enabled(whole.requires_grad):
-                        rows[source] = whole.unbind(0)
+                    with torch.set_grad_enabled(grad and whole.requires_grad):
+                        rows[source] = (whole if grad else whole.detach()).unbind(0)
                 if at == ALL:
                     constant.update(enumerate(rows[source], value))
                     self.tensors.marks[value : value + len(rows[source])] |= AT_HAND

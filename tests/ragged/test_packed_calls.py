@@ -197,6 +197,33 @@ def test_stacks_of_what_packed_calls_give_are_taken_from_it_at_once(
     assert not asked
 
 
+class WithoutGradients(Parser):
+    """What is read of a packed value under `no_grad` meets calls with gradients."""
+
+    read = "row"
+
+    @fxbatch.autobatch(out="list", adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        x = self.encoder(self.embed(s.words))
+        with torch.no_grad():
+            ways = {
+                "row": lambda: x[0],
+                "rows": lambda: next(iter(x)),
+                "unbind": lambda: x.unbind(0)[-1],
+                "sum": lambda: x.sum(0),
+            }
+            h = ways[self.read]()
+        return self.out(self.compose(x, s, 0) + torch.tanh(h))
+
+
+@pytest.mark.parametrize("read", ["row", "rows", "unbind", "sum"])
+def test_rows_that_are_read_without_gradients_have_none(read: str) -> None:
+    model = WithoutGradients().double()
+    model.read = read
+    for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 8)):
+        check_equal(model, [Sentence(n) for n in sizes])
+
+
 class OldVariables(Parser):
     @fxbatch.autobatch(adaptive=False)
     def forward(self, s: Sentence) -> torch.Tensor:
