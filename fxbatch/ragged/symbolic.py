@@ -103,9 +103,7 @@ class SizedGraph:
         self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
-            self._regions = [
-                columns_function(self.guards, self.symbols)
-            ]  # of sizes for which the graph is the body
+            self._regions = [columns_function(self.guards, self.symbols)]  # of sizes whose body is the graph
         except UnknownExpressionError as error:
             raise NoPackedForm(f"its code asks about {error}") from None
         self._complete = False  # whether no others are looked for
