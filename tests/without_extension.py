@@ -1,6 +1,5 @@
 """A plugin of pytest: fxbatch as it is where it was installed without a C compiler. Nothing compiled is imported, and
-neither is Cython: what has a Python source runs from it, and the rest is not there; with WITH_C=1
-what is written in C is.
+neither is Cython: what has a Python source runs from it, and the rest is not there (with WITH_C=1 it is).
 
 python -m pytest -p tests.without_extension tests/trace
 """

@@ -121,8 +121,8 @@ def _convolution(e: Emitter, node: fx.Node) -> Emitted:
     a["input"] = Code(f"{images}.flatten(0, 1)")
     name = e.line(f"{e.call(operator_of(node), a)}.unflatten(0, {images}.shape[:2])")
     shape = shape_of(val)
-    if len(own_dimensions(shape)) == 2:
-        along = ", ".join(f"({e.lengths(shape[d])}, {d + 1})" for d in own_dimensions(shape))
+    if len(axes := own_dimensions(shape)) == 2:
+        along = ", ".join(f"({e.lengths(shape[d])}, {d + 1})" for d in axes)
         name = e.line(f"{e.const(without_gradients)}({name}, [{along}])")
     return e.gathered(name, val)
 

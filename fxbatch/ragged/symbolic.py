@@ -51,8 +51,8 @@ from fxbatch.trace.operations import one_hot_within
 from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
 from fxbatch.trace.torch_patches import functions_refused
 
-TRIED = 16  # combinations of sizes that are tried for one graph
 REGIONS = 4  # of sizes, by the answers to what torch asks about them, for which one graph may stand
+TRIED = 16  # combinations of sizes that are tried for one graph
 FAILED = 3  # of those with a 0 or 1, and of the others, that may fail before no more are
 MOST_SIZES = 16  # sizes of one instance that may differ
 
@@ -183,21 +183,19 @@ class SizedGraph:
             stands = self.symbols == other.symbols and _same_nodes(self.module.graph, other.module.graph, {})
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             stands = False
-        self._regions += other._regions if stands else ()
+        if stands:
+            self._regions += other._regions
         self._complete = not stands or len(self._regions) == REGIONS
         return stands
 
     def _example(self, sizes: Iterable[int]) -> list[torch.Tensor]:
         """Tensors like the example's, of these sizes."""
-        taken = iter(sizes)
-        shapes = [
-            [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
-            for tensor, dims in zip(self.tensors, self.dynamic, strict=True)
-        ]
-        return [
-            tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
-            for tensor, dims, shape in zip(self.tensors, self.dynamic, shapes, strict=True)
-        ]
+        tensors, taken = [], iter(sizes)
+        for tensor, dims in zip(self.tensors, self.dynamic, strict=True):
+            shape = [next(taken) if d in dims else size for d, size in enumerate(tensor.shape)]
+            example = tensor.new_empty(shape).requires_grad_(tensor.requires_grad) if dims else tensor
+            tensors.append(example)
+        return tensors
 
     def _stands_for(self, sizes: tuple[int, ...]) -> bool:
         """Whether the body with these sizes as numbers has the nodes of the graph."""

@@ -125,13 +125,17 @@ class PackedCalls:
             self._build(family, arguments.types())
         if family.function is None:
             return False
+        self._take_over(entries, family, arguments)
+        return True
+
+    def _take_over(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
+        """From now on its first members run with it: those for whose sizes its function is, or all of stacks."""
         for key in family.keys:
             entries.pop(key, None)
         for signature in [member.signature for member in family.members]:
-            if _fitting_sizes(family.function, signature.inputs) is not None:
+            if family.function is None or _fitting_sizes(family.function, signature.inputs) is not None:
                 self.first[signature] = family
         arguments.recorder.lasts = False
-        return True
 
     def _stack_entry(self, entries: dict[object, Any], arguments: CallArguments) -> Entry | None:
         """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
@@ -146,10 +150,7 @@ class PackedCalls:
         if not family.stacks:
             family.stacks = True
             self.families.append(family)
-            for key in family.keys:
-                entries.pop(key, None)
-            self.first.update((member.signature, family) for member in family.members)
-            arguments.recorder.lasts = False
+            self._take_over(entries, family, arguments)
         row = like.signature.inputs[0]
         signature = dataclasses.replace(
             like.signature, inputs=(row,) * count,
@@ -457,9 +458,17 @@ class _Resolution:
         p = self.program
         for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
             values = p.inputs[p.input_offsets[calls] + k].tolist()
-            at = _places([self.held.get(v) for v in values])
+            at = self.places(values)
             columns.append(self.tensors_of(values, [t] * len(values)) if at is None else at[0].taken(at[1]))
         return columns
+
+    def places(self, values: Sequence[int]) -> tuple[PackedColumn, list[int]] | None:
+        """The packed column that has all these values, and where; None if there is none."""
+        held, constant = self.held, self.tensors.constant
+        every = [held[v] if v in held else constant.get(v) for v in values]
+        column: PackedColumn | None = every[0][0] if isinstance(every[0], tuple) else None
+        at = [x[1] for x in every if isinstance(x, tuple) and x[0] is column]
+        return None if column is None or len(at) < len(every) else (column, at)
 
     def tensors_of(self, values: Sequence[int], types: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """Values that are at hand, or in the run's memory."""
@@ -474,7 +483,7 @@ class _Resolution:
         """What these calls give, which stack rows: places in a column, where all rows are in one."""
         offsets, inputs = self.program.input_offsets, self.program.inputs
         rows = [inputs[offsets[c] : offsets[c + 1]].tolist() for c in calls]
-        at = _places([self.held.get(v) for v in itertools.chain.from_iterable(rows)])
+        at = self.places([v for row in rows for v in row])
         if at is None or not at[0].is_dense:
             return [torch.stack(self.inputs_of(c)) for c in calls]
         stacks = at[0].stacked(at[1], list(map(len, rows)))
@@ -570,13 +579,6 @@ class _Resolution:
         self.number = tensors.number = number
         tensors.count = program.values
         return program
-
-
-def _places(values: Sequence[object]) -> tuple[PackedColumn, list[int]] | None:
-    """The packed column that has all these values, and where; None if there is none."""
-    column: PackedColumn | None = values[0][0] if isinstance(values[0], tuple) else None
-    at = [x[1] for x in values if isinstance(x, tuple) and x[0] is column]
-    return None if column is None or len(at) < len(values) else (column, at)
 
 
 def _as_constants(

@@ -45,9 +45,7 @@ from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
-MANY_FAILED = (
-    3  # and one that could not run on fake tensors so often, as a recurrent layer on packed sequences
-)
+MANY_FAILED = 3  # and one that fails so often on fake tensors, as a recurrent layer on packed sequences does
 MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequence is traced through
 LOOP_CALLS = 48  # of torch, from which on a body that makes other numbers of them for other arguments is a loop as well
 
