@@ -53,6 +53,7 @@ from fxbatch.torch_private import (
     eval_frame_on,
     hide_from_dynamo,
     inside_functorch,
+    let_dynamo_read_torch,
     memory_is_real,
     saved_tensors_are_packed,
 )
@@ -373,28 +374,33 @@ class Autobatched:
         and the others otherwise."""
         grad, count = torch.is_grad_enabled(), len(instances)
         choice = strategy.choose(count, grad=grad, spent=-engine.queue.earned)
+        if choice.batches:
+            let_dynamo_read_torch()  # seconds, once a process: of neither way
         begun = stopwatch.now()
-        result, batched = self._as_chosen(engine, strategy, choice, instances)
-        seconds = loop = strategy.loop_seconds(count, grad=grad, backward=True)
-        guessed = 0.0
+        loop = strategy.loop_seconds(count, grad=grad, backward=True)
+        result, batched = self._as_chosen(engine, strategy, choice, instances, loop)
+        if choice.timing is not None:
+            loop = strategy.loop_seconds(count, grad=grad, backward=True)
+        seconds, guessed = loop, 0.0
         if batched:
+            seconds = stopwatch.now() - begun
+        if batched and grad:
             of_loop, share = loop - strategy.loop_seconds(count, grad=grad), batched / count
             timed = strategy.backward_seconds(count, grad=grad)
             backward = share * (of_loop if timed is None else timed)
             guessed = backward if timed is None else 0.0
-            seconds = stopwatch.now() - begun + backward + (1 - share) * of_loop
+            seconds += backward + (1 - share) * of_loop
         engine.queue.earn(seconds=seconds, loop=loop, batched=batched > 0, guessed=guessed)
-        if engine.build_waiting() and not engine.queue:
+        if engine.queue and engine.build_waiting() and not engine.queue:
             strategy.look_again()
         return result
 
     def _as_chosen(
-        self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any]
+        self, engine: Engine, strategy: Strategy, choice: Choice, instances: Sequence[Any], loop: float
     ) -> tuple[Any, int]:
-        """The result, and how many instances were batched."""
+        """The result, and how many instances were batched. loop: seconds that the loop takes, as far as is known."""
         grad, count = torch.is_grad_enabled(), len(instances)
         if choice.batches and not choice.scouts:
-            loop = strategy.loop_seconds(count, grad=grad, backward=True)
             with engine.queue.minibatch(count, loop=loop):
                 if choice.timing is None:
                     return self._batched(engine, instances, self.options.out), count

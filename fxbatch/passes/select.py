@@ -35,6 +35,8 @@ WrittenShorts = cython.typedef(cython.int[::1])
 Marks = cython.typedef(cython.uchar[::1])
 Hash = cython.typedef(cython.ulonglong)
 
+MANY = 64  # signatures, from which on a phase is planned for those alone that it calls
+
 
 def eliminate_dead(program: Program) -> Program:
     """The program without dead calls; the same object when there are none.
@@ -231,7 +233,9 @@ def _mix(chain: Hash, item: Hash) -> Hash:
 
 def met_alone(program: Program) -> Program:
     """The program with those signatures alone that its calls have, and one of each type that they read of earlier
-    phases: the table has one for each size that was met. The same object where most are met."""
+    phases: the table has one for each size that was met. The same object where most are met, or there are few."""
+    if len(program.signatures) < MANY:
+        return program
     c = program.columns
     met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0]
     if 4 * len(met) > len(program.signatures):

@@ -27,6 +27,7 @@ from typing import Protocol
 from fxbatch import stopwatch
 from fxbatch.caches import Cache
 
+FEW = 32  # instances: of fewer, as many seconds may be spent as of so many
 MOST = 1.0  # seconds in a minibatch, and after one; the last operation may go beyond
 AHEAD = 10.0  # minibatches whose savings may be spent ahead
 FIRST = 1.0  # of the loop's time: what may be spent before anything is known of savings
@@ -59,7 +60,7 @@ class BuildQueue:
         self._ahead = 0.0  # seconds that batching may save, at most, in AHEAD minibatches
         self._late = 0.0  # seconds that calls have taken, one by one, of what is not built
         self._instances = 0  # of the minibatch that runs; 0 where nothing is bounded
-        self._loop = 0.0  # seconds that it takes by the loop
+        self._loop = 0.0  # seconds that it takes by the loop, or that FEW instances would
         self._built_before = 0.0  # seconds of building before it
         self._minibatches = 0
         self._waiting: Cache[Hashable, _Waiting] = Cache("operations to build")
@@ -80,9 +81,9 @@ class BuildQueue:
     def minibatch(self, instances: int, *, loop: float = 0.0) -> Iterator[None]:
         """Around a batched minibatch whose building is bounded. loop: seconds that it takes by the loop."""
         self._minibatches += 1
-        self._instances, self._loop = instances, loop
+        self._instances, self._loop = instances, loop * max(1.0, FEW / max(instances, 1))
         if self._minibatches == 1:
-            self.earned = FIRST * loop
+            self.earned = FIRST * self._loop
         self._built_before = stopwatch.seconds_of_building()
         try:
             yield
@@ -125,7 +126,8 @@ class BuildQueue:
         late, self._late = self._late, self._seconds_late()
         if batched:
             built = stopwatch.seconds_of_building() - self._built_before
-            self._ahead = AHEAD * min(loop, max(0.0, loop - seconds + guessed + built + self._late - late))
+            saved = min(loop, max(0.0, loop - seconds + guessed + built + self._late - late))
+            self._ahead = AHEAD * (saved * self._loop / loop if loop else 0.0)
         if self._minibatches == 1:  # much of what a first minibatch takes never comes again
             self.earned = max(self.earned, 0.0)
 

@@ -226,10 +226,7 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        if self.watched:
-            with shown_modes():
-                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        else:
+        with shown_modes() if self.watched else nullcontext():
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         columns = self.memory.phases.ran() if phase.whole_plan is None else phase.whole_plan.columns
         self.value_row, self.value_type, self.value_needs = columns

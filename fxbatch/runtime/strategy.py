@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fxbatch import stopwatch
+from fxbatch.runtime.build_queue import FEW
 from fxbatch.stopwatch import Timing
 
 SCOUTS = 4  # instances of a minibatch that run in the loop to be timed, and at most half of it
@@ -49,8 +50,7 @@ class AdaptiveSwitch:
     on = os.environ.get("FXBATCH_ADAPTIVE", "1") != "0"
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """How a minibatch runs: `scouts` instances by the loop, the others batched, or by the loop as well. timing: of the
     scouts, or of a whole minibatch where there are none; None where nothing is timed."""
 
@@ -119,9 +119,8 @@ class _Case:
             return self._time_batch(instances)
         if before:
             self._decide(before)
-            if (
-                self.loops and self.loop[-1].instances < instances // 2
-            ):  # the first of each may be the smallest
+            # The first of each minibatch may be its smallest.
+            if self.loops and self.loop[-1].instances < instances // 2:
                 return self._time_loop(instances, "loop")
         if self.minibatches >= self.next_round:
             if self.rounds == 1:  # in the first all was new, by either way
@@ -138,15 +137,16 @@ class _Case:
         timing, begun, ready = self.batch[-1], self.begun, self.ready
         self.begun = timing.instances
         loop, batch = self._medians()
-        if spent <= PATIENCE * loop * self.size:
+        whole = loop * max(self.size, FEW)
+        if spent <= PATIENCE * whole:
             batch -= timing.late / timing.instances  # as once all is built
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
             return not hopeless and timing.instances >= LEARNING * begun
         self.ready = not timing.building
-        ratio = batch / loop if loop else 0.0
-        return ratio <= HOPELESS and (bool(timing.building or timing.late) or (ratio > 1.0 and not ready))
+        hopeful = batch * self.size <= HOPELESS * whole
+        return hopeful and (bool(timing.building or timing.late) or (batch > loop > 0.0 and not ready))
 
     def _time_batch(self, instances: int) -> Choice:
         self.timed, self.size = "batch", instances
@@ -194,7 +194,7 @@ class Strategy:
     """The choices of one engine. One lock: two threads may call the same model."""
 
     def __init__(self) -> None:
-        self._cases: dict[tuple[bool, int], _Case] = {}
+        self._cases: defaultdict[tuple[bool, int], _Case] = defaultdict(_Case)
         self._lock = threading.Lock()
         self.warned = False
         self.reasons = ""  # why the last minibatch that was batched and timed took as long as it did
@@ -204,9 +204,9 @@ class Strategy:
     def choose(self, instances: int, *, grad: bool, spent: float = 0.0) -> Choice:
         """How the next minibatch runs. spent: seconds that batching has taken beyond the loop."""
         with self._lock:
-            case = self._cases.setdefault((grad, instances.bit_length()), _Case())
             if not instances:
                 return Choice(True)
+            case = self._cases[grad, instances.bit_length()]
             choice = case.next(instances, spent)
             case.looped += not choice.batches or choice.scouts == instances
             return choice

@@ -1,8 +1,5 @@
 /* What a call's arguments are: the key of the table of calls. Part of _fast.c. */
 
-#ifndef FXBATCH_FAST_ARGUMENTS_H
-#define FXBATCH_FAST_ARGUMENTS_H
-
 /* What a call's arguments are. Objects of tokens are borrowed of the arguments, values of inputs are held: a constant's
    has no other owner than the recorder, and what looks at one argument may run anything. */
 typedef struct {
@@ -239,5 +236,3 @@ static CallTable *table_of(PyObject *recorder)
     PyObject *table = SLOT(KNOWN(recorder), at.table);
     return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
 }
-
-#endif

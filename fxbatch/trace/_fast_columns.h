@@ -1,12 +1,5 @@
 /* What the recorder keeps in C: columns of numbers, and the calls that it knows. Part of _fast.c. */
 
-#ifndef FXBATCH_FAST_COLUMNS_H
-#define FXBATCH_FAST_COLUMNS_H
-
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
-
 /* --- Column: what array.array("q") is to the recorder, with appends from C --- */
 
 typedef struct {
@@ -269,5 +262,3 @@ static PyTypeObject CallTableType = {
     .tp_methods = table_methods,
     .tp_as_sequence = &table_sequence,
 };
-
-#endif

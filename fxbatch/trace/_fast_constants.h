@@ -1,8 +1,5 @@
 /* Rows of calls, real tensors that become constants, and whether torch's modes are as they were recorded. Part of _fast.c. */
 
-#ifndef FXBATCH_FAST_CONSTANTS_H
-#define FXBATCH_FAST_CONSTANTS_H
-
 static int has_columns(PyObject *recorder)
 {
     PyObject *sigs = SLOT(recorder, at.sigs), *inputs = SLOT(recorder, at.inputs);
@@ -585,5 +582,3 @@ static int holds(PyObject *entry)
             return 0;
     return 1;
 }
-
-#endif

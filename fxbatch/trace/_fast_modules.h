@@ -1,8 +1,5 @@
 /* Attributes of modules while a thread records. Part of _fast.c, whose names it uses. */
 
-#ifndef FXBATCH_FAST_MODULES_H
-#define FXBATCH_FAST_MODULES_H
-
 /* --- Attributes and calls of modules ------------------------------------------------------------------------------------
 
    A parameter, buffer or submodule is found by nn.Module.__getattr__, in Python, after the ordinary look-up has
@@ -136,5 +133,3 @@ static PyObject *swap(PyObject *Py_UNUSED(module), PyObject *args)
         return NULL;
     Py_RETURN_NONE;
 }
-
-#endif

@@ -1,9 +1,6 @@
 /* Numbers of values that were computed: `.item()`, `int(v)`, `if v > 0` read them where they lie, without a frame of
    Python. Part of _fast.c, whose names it uses; runtime/run.py says where they are after each phase. */
 
-#ifndef FXBATCH_FAST_NUMBERS_H
-#define FXBATCH_FAST_NUMBERS_H
-
 typedef struct {
     PyObject_HEAD
     int64_t base;          /* the number of the first value */
@@ -114,5 +111,3 @@ static PyObject *settled_number(PyObject *v, int how)
         return NULL;
     return number_at((const char *)arena->buf + row * arena->itemsize, arena->format[0], how);
 }
-
-#endif

@@ -1,9 +1,6 @@
 /* What many tensors have in common that are looked at together: numbers of integers without dimensions, as words and
    labels are, and sizes. Part of _fast.c, whose names it uses; trace/constants.py and trace/state.py have the twins. */
 
-#ifndef FXBATCH_FAST_TENSORS_H
-#define FXBATCH_FAST_TENSORS_H
-
 /* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
 static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
 {
@@ -80,5 +77,3 @@ static PyObject *sizes_of(PyObject *Py_UNUSED(module), PyObject *args)
         Py_CLEAR(bounds);
     return bounds || PyErr_Occurred() ? bounds : Py_NewRef(Py_None);
 }
-
-#endif

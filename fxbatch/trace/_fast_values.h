@@ -1,8 +1,5 @@
 /* The slots of Python objects that C reads and writes, and Value objects, which are handed out again. Part of _fast.c. */
 
-#ifndef FXBATCH_FAST_VALUES_H
-#define FXBATCH_FAST_VALUES_H
-
 static struct {
     Py_ssize_t value, type, flags, writes, recorder, view, rows;        /* of a Value */
     Py_ssize_t source, root, source_type, call, output, again, through, seen; /* of a View */
@@ -240,6 +237,10 @@ static PyObject *empty_value(void)
 {
     while (pooled) {
         PyObject *v = pool[--pooled];
+#ifdef __GNUC__
+        if (pooled >= 4) /* to read it is most of the work */
+            __builtin_prefetch(pool[pooled - 4]);
+#endif
         if (Py_REFCNT(v) == 1)
             return v;
         Py_DECREF(v); /* somebody got at it through its tensor */
@@ -308,5 +309,3 @@ static PyObject *facts(PyObject *Py_UNUSED(module), PyObject *values)
     }
     return bytes;
 }
-
-#endif

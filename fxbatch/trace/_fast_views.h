@@ -1,8 +1,5 @@
 /* Which values are views of which, and rows of values by number. Part of _fast.c. */
 
-#ifndef FXBATCH_FAST_VIEWS_H
-#define FXBATCH_FAST_VIEWS_H
-
 /* Note that a value is leaf `output` of a call that gives views of `source`; -1 on error. */
 static int link_view(PyObject *recorder, PyObject *v, PyObject *source, PyObject *call, Py_ssize_t output)
 {
@@ -198,5 +195,3 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
     Py_XDECREF(row);
     return result;
 }
-
-#endif

@@ -14,7 +14,7 @@ from torch import nn
 import fxbatch
 from fxbatch.runtime import build_queue as module
 from fxbatch.runtime import operation_cache, planner
-from fxbatch.runtime.build_queue import AHEAD, LONGEST, MOST, SELDOM, SHARE, BuildQueue
+from fxbatch.runtime.build_queue import AHEAD, FEW, LONGEST, MOST, SELDOM, SHARE, BuildQueue
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import Choice, Strategy
 from fxbatch.stopwatch import building
@@ -74,11 +74,11 @@ def test_what_batching_may_save_is_spent_ahead_and_not_all_at_once(clock: Clock)
 
     counts = []
     for _ in range(2):
-        with queue.minibatch(8, loop=1.0):
+        with queue.minibatch(FEW, loop=1.0):
             before = len(built)
             clock.time += 1.5
             for k, operation in late.items():
-                if queue.may_build(calls=8):
+                if queue.may_build(calls=FEW):
                     build()
                 else:
                     operation.seconds += 1.25 / len(late)
@@ -111,16 +111,26 @@ def test_a_backward_pass_that_nobody_has_timed_does_not_keep_from_building(clock
             assert queue.may_build(calls=8) == (ahead > 0.0)
 
 
+def test_few_instances_may_build_as_much_as_many(clock: Clock) -> None:
+    """What one instance at a time may spend is measured by FEW of them: else it would be built after hundreds."""
+    for instances, seconds in ((1, FEW), (FEW, FEW), (2 * FEW, 2 * FEW)):
+        queue = BuildQueue()
+        with queue.minibatch(instances, loop=0.01 * instances):
+            assert queue.earned == pytest.approx(0.01 * seconds)
+        queue.earn(seconds=0.005 * instances, loop=0.01 * instances, batched=True)
+        assert queue._ahead == pytest.approx(AHEAD * 0.005 * seconds)
+
+
 def test_nothing_is_built_where_recording_alone_takes_longer_than_the_loop(clock: Clock) -> None:
     queue = BuildQueue()
-    with queue.minibatch(8, loop=1.0):
-        assert queue.may_build(calls=8)
+    with queue.minibatch(FEW, loop=1.0):
+        assert queue.may_build(calls=FEW)
     queue.earn(seconds=2.5, loop=1.0, batched=True)
-    with queue.minibatch(8, loop=1.0):
+    with queue.minibatch(FEW, loop=1.0):
         queue.put("a", Late(1.0), lambda _: None)
     queue.earn(seconds=2.5, loop=1.0, batched=True)
-    with queue.minibatch(8, loop=1.0):
-        assert not queue.may_build(calls=8) and not queue.build()
+    with queue.minibatch(FEW, loop=1.0):
+        assert not queue.may_build(calls=FEW) and not queue.build()
 
 
 def test_calls_one_by_one_lose_less_the_fewer_they_are() -> None:
@@ -237,6 +247,7 @@ def decorated(model: nn.Module, **options: Any) -> Any:
 
 def test_a_minibatch_builds_for_so_many_seconds(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the loop takes, in the first; what has the most calls comes first, wherever it stands."""
+    monkeypatch.setattr(module, "FEW", 1)
     monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
     decorated(Layers())(data())
     assert set(builds) < {"last", "sum", "add"} and len(builds) == 2, "half of it ran as scouts"

@@ -153,6 +153,19 @@ def test_where_the_loop_is_faster_it_runs_and_finding_out_costs_little(ratio: fl
     assert strategy.looped(grad=False) >= sum(found)
 
 
+def test_one_instance_at_a_time_is_not_given_up_for_what_a_first_minibatch_takes() -> None:
+    """The first batched one takes 20 times as long as the loop, of 64 instances and of one; what it builds is there
+    for the second. Of one, 32 would have to take less."""
+    for n, tried in ((64, 1), (32, 1), (1, 2)):
+        strategy, times = Strategy(), Times(1.0, 20.0)
+        times.building = iter((5.0,))
+        assert run(strategy, n, times).batches and run(strategy, n, times).timing is not None
+        times.batch = 0.25
+        found = loops(strategy, n, times, 20)
+        assert found[0] == (tried == 1), n
+        assert tried == 1 or not any(found), "found faster in its second minibatch"
+
+
 def test_it_is_tried_again_ever_more_seldom() -> None:
     found = loops(Strategy(), 64, Times(1.0, 3.0), 4000)
     tried = [k for k, loop in enumerate(found, 1) if not loop]
