@@ -226,7 +226,10 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        with shown_modes() if self.watched else nullcontext():
+        if self.watched:
+            with shown_modes():
+                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
+        else:
             self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
         columns = self.memory.phases.ran() if phase.whole_plan is None else phase.whole_plan.columns
         self.value_row, self.value_type, self.value_needs = columns

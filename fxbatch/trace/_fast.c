@@ -9,6 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <math.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -530,6 +531,7 @@ typedef struct {
     vectorcallfunc call;
     PyObject *plain; /* torch's own, which it is taken for */
     PyObject *slow;  /* what takes its calls with what was recorded; NULL: they are recorded */
+    int fills;       /* whether it gives a tensor of sizes with one content */
     PyObject *weak;
 } Function;
 
@@ -550,6 +552,54 @@ static int one_is_recorded(PyObject *const *x, Py_ssize_t n, int at_large, int d
     return recorded;
 }
 
+/* What tells a call of a factory from others: where it stands, its modes and arguments (which of them are floats: 1 is
+   1.0). NULL without an error for arguments other than sizes, numbers, a dtype and a device. */
+static PyObject *factory_key(PyObject *recorder, PyObject *plain, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyFrameObject *frame = PyEval_GetFrame();
+    Py_ssize_t named = names ? PyTuple_GET_SIZE(names) : 0;
+    int usual = frame && n < 8, floats = 0;
+    for (Py_ssize_t i = 0; usual && i < n; i++)
+        if (PyFloat_CheckExact(args[i])) {
+            floats |= 1 << i;
+            usual = PyFloat_AS_DOUBLE(args[i]) == PyFloat_AS_DOUBLE(args[i]) && !signbit(PyFloat_AS_DOUBLE(args[i]));
+        } else
+            usual = PyLong_CheckExact(args[i]) || is_place(args[i]) || (PyTuple_CheckExact(args[i]) && !PyTuple_GET_SIZE(args[i]));
+    for (Py_ssize_t i = 0; usual && i < named; i++)
+        usual = Py_IS_TYPE(args[n + i], Dtype) || Py_IS_TYPE(args[n + i], Device);
+    if (!usual)
+        return NULL;
+    PyCodeObject *code = PyFrame_GetCode(frame);
+    PyObject *all = PyTuple_New(n + named);
+    for (Py_ssize_t i = 0; all && i < n + named; i++)
+        PyTuple_SET_ITEM(all, i, Py_NewRef(args[i]));
+    PyObject *key = all ? Py_BuildValue("(OKiiLNO)", plain, (unsigned long long)(uintptr_t)code, PyFrame_GetLasti(frame), floats,
+                                          (long long)WHOLE(KNOWN(recorder), at.mode), all, names ? names : Py_None)
+                          : NULL;
+    Py_DECREF(code);
+    return key;
+}
+
+/* zeros(8), to which values were written in a recording before: a value from its beginning, one content for all. */
+static PyObject *filled_tensor(PyObject *recorder, Function *f, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *key = mode_is(modes_enabled, Py_False) && modes_as_recorded(recorder) ? factory_key(recorder, f->plain, args, n, names) : NULL;
+    PyObject *all = SLOT(recorder, at.filled), *made_by = SLOT(recorder, at.made_by), *result = NULL;
+    PyObject *before = key && all ? PyDict_GetItemWithError(all, key) : NULL;
+    if (before && before != Py_None)
+        result = value_of_number(recorder, PyLong_AsLongLong(PyTuple_GET_ITEM(before, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(before, 1)), 0);
+    else if (before)
+        result = PyObject_CallFunctionObjArgs(slow_filled, recorder, f->plain, key, NULL);
+    else if (!PyErr_Occurred() && (result = PyObject_Vectorcall(f->plain, args, n, names)) && key && made_by && Py_IS_TYPE(result, Tensor)) {
+        PyObject *id = PyLong_FromVoidPtr(result);
+        if (!id || PyDict_SetItem(made_by, id, key) < 0)
+            Py_CLEAR(result);
+        Py_XDECREF(id);
+    }
+    Py_XDECREF(key);
+    return result;
+}
+
 /* torch.tanh(v): torch would look itself up by name for __torch_function__, which takes four times as long. */
 static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
@@ -557,6 +607,8 @@ static PyObject *function_call(PyObject *self, PyObject *const *args, size_t nar
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     int recorded = current && one_is_recorded(args, n + (kwnames ? PyTuple_GET_SIZE(kwnames) : 0), f->slow != NULL, 0);
     PyObject *result = NULL;
+    if (current && !recorded && f->fills)
+        return filled_tensor(current, f, args, n, kwnames);
     if (recorded && !f->slow && mode_is(functions_enabled, Py_True) && mode_is(modes_enabled, Py_False))
         result = call_function(current, f->plain, args, n, kwnames, 1);
     if (result || PyErr_Occurred())
@@ -594,8 +646,10 @@ static PyObject *function_equal(PyObject *self, PyObject *other, int op)
 static PyObject *function_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
     PyObject *plain, *slow = NULL;
-    Function *f = PyArg_ParseTuple(args, "O|O", &plain, &slow) ? (Function *)type->tp_alloc(type, 0) : NULL;
+    int fills = 0;
+    Function *f = PyArg_ParseTuple(args, "O|Op", &plain, &slow, &fills) ? (Function *)type->tp_alloc(type, 0) : NULL;
     if (f) {
+        f->fills = fills;
         f->call = function_call;
         f->plain = Py_NewRef(plain);
         f->slow = Py_XNewRef(slow);
@@ -613,7 +667,7 @@ static void function_dealloc(PyObject *self)
 
 static PyTypeObject FunctionType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fxbatch.trace._fast.Function",
-    .tp_doc = "Function(plain, slow=None): a function of torch, of which known calls are recorded at once, or slow takes "
+    .tp_doc = "Function(plain, slow=None, fills=False): a function of torch, of which known calls are recorded at once, or slow takes "
               "those with what was recorded. In all else it is as torch's.",
     .tp_basicsize = sizeof(Function),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
@@ -664,7 +718,7 @@ static struct {
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
-    {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
+    {"filled", &slow_filled}, {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
     {"BareParameter", &BareParameter}, {"BareView", &BareView}, {"Heard", &Heard}, {"bare_function", &slow_bare},
@@ -704,7 +758,7 @@ static struct {
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
     {&Recorder, "settled", &at.settled},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids}, {&Recorder, "once", &at.once},
-    {&Recorder, "values", &at.values}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "heard", &at.heard}, {&Heard, "again", &at.views_asked}, {&Recorder, "base", &at.base, 1},
+    {&Recorder, "values", &at.values}, {&Recorder, "filled", &at.filled}, {&Recorder, "made_by", &at.made_by}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "heard", &at.heard}, {&Heard, "again", &at.views_asked}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},
     {&View, "call", &at.call}, {&View, "output", &at.output, 1}, {&View, "again", &at.again},
     {&View, "grad", &at.through}, {&View, "seen", &at.seen, 1}, {&Written, "value", &at.stands_for},

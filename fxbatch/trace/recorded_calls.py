@@ -58,8 +58,8 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "graded", "heard", "inputs", "knowledge", "lifted", "number_ids", "once",
-        "payload", "row_calls", "settled", "sigs", "values", "views_met",
+        "base", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted", "made_by",
+        "number_ids", "once", "payload", "row_calls", "settled", "sigs", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
@@ -77,6 +77,10 @@ class Columns:
     # By mode and type: the entry of `v[index]`, how many rows, and the numbers of the values that indices are. By mode,
     # type and type of a row: how many rows there are of values that such rows were written to.
     row_calls: dict[tuple[int, ...], Any]
+    # By call of a factory, as C knows it: number and type of the value that it gave, None where it is to give one; and
+    # the calls that gave real tensors, by their ids, which others may have by now.
+    filled: dict[object, tuple[int, int] | None]
+    made_by: dict[int, object]
     once: dict[int, int]  # by signature, of calls of parameters alone: the number of the value that they gave
     # By lifted signature: the numbers of the values that its numbers are.
     number_ids: dict[int, dict[float, int]]
@@ -176,6 +180,7 @@ class RecordedCalls(Columns):
         self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted, self.number_ids, self.once = {}, {}, {}, {}
+        self.filled, self.made_by = dict.fromkeys(table.filled), {}
         self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
@@ -332,7 +337,7 @@ class RecordedCalls(Columns):
     def let_go(self) -> list[Value]:
         """No more calls, and nothing here refers to values any more: those that the user refers to."""
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
-        self.number_ids, self.once = {}, {}
+        self.number_ids, self.once, self.filled = {}, {}, {}
         self.constants.let_go()
         self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
@@ -648,6 +653,7 @@ class RecordedCalls(Columns):
         assert not self.pending, "calls that are forgotten have run"
         self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
         self.index_numbers, self.number_ids, self.once = {}, {}, {}
+        self.filled, self.made_by = dict.fromkeys(self.table.filled), {}
         self.number_of, self.constants, self.settled = {}, new_constants(), None
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}

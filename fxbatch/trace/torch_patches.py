@@ -69,7 +69,7 @@ from fxbatch.trace.values import (
     refresh,
     with_values,
 )
-from fxbatch.trace.writes import PURE_FORMS, counted, set_row, write_first
+from fxbatch.trace.writes import PURE_FORMS, counted, filled, set_row, write_first
 
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
@@ -110,7 +110,7 @@ if _fast is not None:
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
             "number_id": RecordedCalls.number_id,
             "link_views": link_views, "refresh": refresh,
-            "write_first": counted(write_first), "set_row": counted(set_row),
+            "write_first": counted(write_first), "set_row": counted(set_row), "filled": filled,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
             "operands_require": operands_require, "pure_forms": PURE_FORMS,
@@ -150,6 +150,9 @@ if _fast is not None:
 _PATCHES: list[tuple[object, str, object]] = []  # what stands in torch's place while some thread records
 
 
+_FILLING = ("tensor", "full", "zeros", "ones", "empty")  # what they give is told by their arguments
+
+
 def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacement]:
     """This function stands for functions of torch while some thread records: where it is the caller that records, it
     is given the recorder, torch's function and the arguments."""
@@ -159,7 +162,7 @@ def stands_for(owner: object, *names: str) -> Callable[[Replacement], Replacemen
             plain = getattr(owner, name)
             called = _while_recording(plain, traced)
             if _fast is not None and type(plain) is BuiltinFunctionType:  # asked where a value is given
-                called = _fast.Function(plain, called)
+                called = _fast.Function(plain, called, name in _FILLING)
             _PATCHES.append((owner, name, called))
         return traced
 

@@ -77,6 +77,7 @@ def _forms(names: tuple[str, ...]) -> dict[object, object]:
 
 
 # Views of all elements in the same order.
+MANY_FILLED = 256  # calls of factories that are told apart
 _SAME_ORDER = ("view", "view_as", "squeeze", "unsqueeze", "flatten")
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
@@ -421,11 +422,27 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     return True
 
 
+def filled(recorder: RecordedCalls, plain: Callable[..., torch.Tensor], key: Any) -> object:
+    """What a call of a factory gives, to whose tensors values were written before: a value, for all of a recording's.
+    key: as C made it, its arguments and their names last."""
+    args, names = key[-2], key[-1] or ()
+    first = len(args) - len(names)
+    t = plain(*args[:first], **dict(zip(names, args[first:], strict=True)))
+    if type(t) is not torch.Tensor or t.is_inference():
+        return t
+    v = recorder.constant_of_own(t)
+    recorder.filled[key] = v._value, v._type
+    return new_value(recorder, v._value, v._type, 0)
+
+
 def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: str) -> Value:
     """A real tensor that is about to be written to stands for a value from here on; `value` is its content until now.
 
-    InPlaceError where something else shares its memory.
+    InPlaceError where something else shares its memory. Where a call of a factory made it, that gives a value from the
+    next recording on.
     """
+    if (made_by := recorder.made_by.get(id(t))) is not None and len(recorder.table.filled) < MANY_FILLED:
+        recorder.table.filled.add(made_by)
     if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
         return _view_becomes_value(recorder, t, t._base, name)
     _let_go_of_views(recorder, t)

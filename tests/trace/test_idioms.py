@@ -22,8 +22,8 @@ SIZES = Sizes(words=20, embedding=6, hidden=8)
 TREES = 8
 
 # Calls of an instance that Python records in minibatches whose calls were all met, the most there may be: to be lowered
-# only. A stack of a number of parts that is new; the first write to a real tensor.
-LONG_CALLS = {"attributes of nodes": 0.25, "writes in place": 1}
+# only. A stack of a number of parts that is new.
+LONG_CALLS = {"attributes of nodes": 0.25}
 
 
 def way(name: str) -> Way:

@@ -462,3 +462,82 @@ def test_rows_of_a_buffer_that_are_written_with_numbers_and_read_back() -> None:
         expected = model(instances)
     for _ in range(2):
         torch.testing.assert_close(model(instances), expected)
+
+
+def of_each_kind(m: Parts, x: torch.Tensor) -> Any:
+    """Tensors of factories: of sizes, tuples, numbers and types of their own; some are given back as they were made."""
+    total, one, half = torch.zeros(SIZE), torch.ones((SIZE,)), torch.full((SIZE,), 0.5)
+    loss, whole, rows = torch.tensor(0.0), torch.tensor(0), torch.empty(2, SIZE, dtype=torch.float32)
+    h = m.l(x)
+    if h.sum() > 0:
+        total += h
+        one *= h
+    half.mul_(h)
+    loss += h.sum()
+    whole += 2
+    rows[0], rows[1] = h, 2 * h
+    return total, one, half, loss, whole, rows
+
+
+def numbers_that_are_equal(m: Parts, x: torch.Tensor) -> Any:
+    """1, 1.0 and True are equal, and make other tensors; so do 0.0 and -0.0."""
+    made = []
+    for number in (1, 1.0, True, 0.0, -0.0, 0):
+        t = torch.full((SIZE,), number)
+        if t.dtype.is_floating_point:
+            t += m.l(x) * 0
+        made.append(t)
+    return tuple(made)
+
+
+def of_own_kinds(m: Parts, x: torch.Tensor) -> Any:
+    """What stays real: a leaf that wants a gradient, what is made under a mode, what Python reads."""
+    wanted = torch.zeros(SIZE, requires_grad=True)
+    read = torch.zeros(2, 3).tolist()
+    total = torch.zeros(SIZE, dtype=torch.float64)
+    total += m.l(x)
+    return wanted + total.float(), read
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "code", [of_each_kind, numbers_that_are_equal, of_own_kinds], ids=lambda c: c.__name__
+)
+def test_what_factories_give_is_a_value_once_values_were_written_to_such(code: Any, grad: bool) -> None:
+    model = Parts(code, out="list")
+    for _ in range(4):
+        instances = [torch.randn(SIZE) for _ in range(6)]
+        with torch.set_grad_enabled(grad):
+            found = model.batched(instances)
+            expected = [model(x) for x in instances]
+        torch.testing.assert_close(found, expected)
+        for a, b in zip(leaves(found), leaves(expected), strict=True):
+            assert (a.dtype, a.requires_grad, bool(a.signbit().any())) == (
+                b.dtype, b.requires_grad, bool(b.signbit().any()),
+            )  # fmt: skip
+        if grad:
+            assert_same_gradients(model, found, expected)
+
+
+def assert_same_gradients(model: Parts, found: Any, expected: Any) -> None:
+    pairs = [gradients(model, leaves(x)) for x in (found, expected)]
+    torch.testing.assert_close(*pairs)
+
+
+def test_sizes_of_their_own_and_another_default_type() -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        total = torch.zeros(x.shape[0], SIZE)
+        for i in range(x.shape[0]):
+            total[i] += m.l(x[i]).to(total.dtype)
+        return total
+
+    model = Parts(code, out="list")
+    for default in (torch.float32, torch.float32, torch.float64, torch.float64, torch.float32):
+        instances = [torch.randn(n, SIZE, dtype=torch.float32) for n in (1, 3, 2, 3)]
+        torch.set_default_dtype(default)
+        try:
+            found, expected = model.batched(instances), [model(x) for x in instances]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [t.dtype for t in found] == [default] * 4
+        torch.testing.assert_close(found, expected)
