@@ -589,7 +589,7 @@ static PyObject *filled_tensor(PyObject *recorder, Function *f, PyObject *const 
     if (before && before != Py_None)
         result = value_of_number(recorder, PyLong_AsLongLong(PyTuple_GET_ITEM(before, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(before, 1)), 0);
     else if (before)
-        result = PyObject_CallFunctionObjArgs(slow_filled, recorder, f->plain, key, NULL);
+        result = PyObject_CallFunctionObjArgs(slow_filled, recorder, key, NULL);
     else if (!PyErr_Occurred() && (result = PyObject_Vectorcall(f->plain, args, n, names)) && key && made_by && Py_IS_TYPE(result, Tensor)) {
         PyObject *id = PyLong_FromVoidPtr(result);
         if (!id || PyDict_SetItem(made_by, id, key) < 0)

@@ -80,7 +80,7 @@ class Columns:
     # By call of a factory, as C knows it: number and type of the value that it gave, None where it is to give one; and
     # the calls that gave real tensors, by their ids, which others may have by now.
     filled: dict[object, tuple[int, int] | None]
-    made_by: dict[int, object]
+    made_by: dict[int, Any]
     once: dict[int, int]  # by signature, of calls of parameters alone: the number of the value that they gave
     # By lifted signature: the numbers of the values that its numbers are.
     number_ids: dict[int, dict[float, int]]

@@ -78,6 +78,7 @@ def _forms(names: tuple[str, ...]) -> dict[object, object]:
 
 # Views of all elements in the same order.
 MANY_FILLED = 256  # calls of factories that are told apart
+_EMPTY = torch.empty
 _SAME_ORDER = ("view", "view_as", "squeeze", "unsqueeze", "flatten")
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
@@ -422,12 +423,17 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     return True
 
 
-def filled(recorder: RecordedCalls, plain: Callable[..., torch.Tensor], key: Any) -> object:
-    """What a call of a factory gives, to whose tensors values were written before: a value, for all of a recording's.
-    key: as C made it, its arguments and their names last."""
+def _as_made(key: Any) -> torch.Tensor:
+    """What a call of a factory gives. key: as C made it, the function first, its arguments and their names last."""
     args, names = key[-2], key[-1] or ()
     first = len(args) - len(names)
-    t = plain(*args[:first], **dict(zip(names, args[first:], strict=True)))
+    t: torch.Tensor = key[0](*args[:first], **dict(zip(names, args[first:], strict=True)))
+    return t
+
+
+def filled(recorder: RecordedCalls, key: Any) -> object:
+    """What a call of a factory gives, to whose tensors values were written before: a value, all calls one."""
+    t = _as_made(key)
     if type(t) is not torch.Tensor or t.is_inference():
         return t
     v = recorder.constant_of_own(t)
@@ -435,14 +441,23 @@ def filled(recorder: RecordedCalls, plain: Callable[..., torch.Tensor], key: Any
     return new_value(recorder, v._value, v._type, 0)
 
 
+def _note_factory(recorder: RecordedCalls, t: torch.Tensor) -> None:
+    """Where a call of a factory made it, that gives a value from the next recording on. What others have left at its
+    place in memory is not as it was made."""
+    key, calls = recorder.made_by.pop(id(t), None), recorder.table.filled
+    if key is None or key in calls or len(calls) >= MANY_FILLED:
+        return
+    fresh = _as_made(key)
+    if (fresh.shape, fresh.dtype) == (t.shape, t.dtype) and (key[0] is _EMPTY or torch.equal(fresh, t)):
+        calls.add(key)
+
+
 def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: str) -> Value:
     """A real tensor that is about to be written to stands for a value from here on; `value` is its content until now.
 
-    InPlaceError where something else shares its memory. Where a call of a factory made it, that gives a value from the
-    next recording on.
+    InPlaceError where something else shares its memory.
     """
-    if (made_by := recorder.made_by.get(id(t))) is not None and len(recorder.table.filled) < MANY_FILLED:
-        recorder.table.filled.add(made_by)
+    _note_factory(recorder, t)
     if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
         return _view_becomes_value(recorder, t, t._base, name)
     _let_go_of_views(recorder, t)

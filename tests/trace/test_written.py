@@ -541,3 +541,23 @@ def test_sizes_of_their_own_and_another_default_type() -> None:
             torch.set_default_dtype(torch.float32)
         assert [t.dtype for t in found] == [default] * 4
         torch.testing.assert_close(found, expected)
+
+
+def test_a_factory_whose_tensor_is_gone_gives_real_tensors() -> None:
+    """What is written to has taken the place in memory of what a factory made."""
+    reals = []
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        for _ in range(4):
+            number = torch.zeros(SIZE)
+            reals.append(type(number))
+            total = number + 1.0
+            del number
+            other = torch.randn(SIZE).abs_() + 1.0
+            other += m.l(x)
+        return total + other * 0
+
+    model = Parts(code, out="list")
+    for _ in range(4):
+        model.batched([torch.randn(SIZE) for _ in range(6)])
+    assert set(reals) == {torch.Tensor}
