@@ -564,9 +564,9 @@ static PyObject *factory_key(PyObject *recorder, PyObject *plain, PyObject *cons
             floats |= 1 << i;
             usual = PyFloat_AS_DOUBLE(args[i]) == PyFloat_AS_DOUBLE(args[i]) && !signbit(PyFloat_AS_DOUBLE(args[i]));
         } else
-            usual = PyLong_CheckExact(args[i]) || is_place(args[i]) || (PyTuple_CheckExact(args[i]) && !PyTuple_GET_SIZE(args[i]));
+            usual = PyLong_CheckExact(args[i]) || Py_IS_TYPE(args[i], Size) || is_place(args[i]) || (PyTuple_CheckExact(args[i]) && !PyTuple_GET_SIZE(args[i]));
     for (Py_ssize_t i = 0; usual && i < named; i++)
-        usual = Py_IS_TYPE(args[n + i], Dtype) || Py_IS_TYPE(args[n + i], Device);
+        usual = Py_IS_TYPE(args[n + i], Dtype) || Py_IS_TYPE(args[n + i], Device) || PyUnicode_CheckExact(args[n + i]);
     if (!usual)
         return NULL;
     PyCodeObject *code = PyFrame_GetCode(frame);

@@ -13,7 +13,9 @@ from torch import nn
 
 import fxbatch
 from fxbatch.errors import InPlaceError, TraceError
+from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.state import current_recorder
+from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import WrittenTensor
 
 SIZE = 4
@@ -477,6 +479,29 @@ def of_each_kind(m: Parts, x: torch.Tensor) -> Any:
     whole += 2
     rows[0], rows[1] = h, 2 * h
     return total, one, half, loss, whole, rows
+
+
+def without_python(m: Parts, x: torch.Tensor) -> Any:
+    h = m.l(x)
+    made = [torch.zeros(h.size()), torch.ones(SIZE, device="cpu"), torch.zeros((2, SIZE), dtype=h.dtype)[0]]
+    made += [torch.tensor(0.5), torch.full((SIZE,), 2.0), torch.empty(2, SIZE)]
+    for t in made[:5]:
+        t *= h.sum() if t.dim() == 0 else h
+    made[5][0], made[5][1] = h, h * 2
+    return tuple(made)
+
+
+def test_writes_to_what_factories_give_pass_no_python(recorded_by: str) -> None:
+    model, table, counts = Parts(without_python), SignatureTable(), []
+    for _ in range(4):
+        recording = record_minibatch(
+            model.forward, [((torch.randn(SIZE),), {}) for _ in range(3)], table, None, runs_now=True
+        )  # type: ignore[arg-type]
+        recording.pending_program(recording.output_ids())
+        counts.append(recording.recorder.long_calls)
+    assert recorded_by == "python" or (counts[0] > 1 and max(counts[2:]) <= 1), (
+        f"{counts}: the first row of a recording that is written is Python's"
+    )
 
 
 def numbers_that_are_equal(m: Parts, x: torch.Tensor) -> Any:
