@@ -23,7 +23,7 @@
 
 /* --- Writes in place ------------------------------------------------------------------------------------------ */
 
-enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE }; /* Entry.written_as */
+enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME }; /* Entry.written_as */
 
 /* The value that an argument is or stands for, borrowed; NULL for others. */
 static PyObject *value_at(PyObject *recorder, PyObject *x)
@@ -151,6 +151,8 @@ static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const 
             result = record_once(recorder, entry);
         else if (WHOLE(entry, at.written) == WRITES_NOTHING)
             result = record(recorder, entry, a.inputs, a.read);
+        else if (WHOLE(entry, at.written) == GIVES_SAME)
+            result = n && a.read && args[0] == a.inputs[0].value ? Py_NewRef(args[0]) : NULL;
         else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
                  may_be_rewritten(recorder, a.inputs[0].value) &&
                  rewrite(recorder, a.inputs[0].value, entry, a.inputs, a.read) == 0)

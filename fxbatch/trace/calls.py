@@ -65,7 +65,7 @@ from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
-from fxbatch.trace.table import Entry, OpaqueArgumentError
+from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
 from fxbatch.trace.writes import (
@@ -196,12 +196,26 @@ def call_function(
         if arguments.leaves and type(arguments.leaves[0]) in (Value, WrittenTensor) and not arguments.copied:
             recorder.remember(asked, args, kwargs, entry)
         return result
+    if (
+        entry.single
+        and entry.outcome is not None
+        and entry.outcome.same == (0,)
+        and _is_first(arguments, args)
+    ):
+        entry.written_as = GIVES_SAME  # `h.to(h.dtype)`, `h.contiguous()`: the user's own object
+        recorder.remember(asked, args, kwargs, entry)
+        return args[0]
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
     if not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
+
+
+def _is_first(arguments: Arguments, args: tuple[object, ...]) -> bool:
+    """Whether the first argument is a value, and what is read first."""
+    return bool(args) and type(args[0]) is Value and arguments.values[0] is args[0]
 
 
 def _copied(recorder: RecordedCalls, func: Any, like: Any, *contents: object, **kwargs: object) -> object:

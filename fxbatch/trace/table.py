@@ -117,7 +117,7 @@ class TracedThrough:
 
 # What a call that writes in place gives, where all that it does is to give its first argument another content: C knows
 # these by their order.
-WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE = range(4)
+WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME = range(5)
 
 
 def operands_require(operands: Sequence[SharedOperand]) -> bool:

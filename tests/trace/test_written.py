@@ -586,3 +586,27 @@ def test_a_factory_whose_tensor_is_gone_gives_real_tensors() -> None:
     for _ in range(4):
         model.batched([torch.randn(SIZE) for _ in range(6)])
     assert set(reals) == {torch.Tensor}
+
+
+def what_changes_nothing(m: Parts, x: torch.Tensor) -> Any:
+    """`.to`, `.contiguous`, `.float` give the object itself, with its gradient under no_grad too."""
+    h = m.l(x)
+    total = torch.zeros(SIZE).to("cpu").float().contiguous()
+    total += h
+    with torch.no_grad():
+        again = h.to(h.dtype)
+    assert again is h and total.contiguous() is total
+    again.mul_(2)
+    return total, h, again * total
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_changes_nothing_gives_the_object_itself(grad: bool) -> None:
+    model = Parts(what_changes_nothing, out="list")
+    for _ in range(3):
+        instances = [torch.randn(SIZE) for _ in range(5)]
+        with torch.set_grad_enabled(grad):
+            found, expected = model.batched(instances), [model(x) for x in instances]
+        torch.testing.assert_close(found, expected)
+        if grad:
+            assert_same_gradients(model, found, expected)
