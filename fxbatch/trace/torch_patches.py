@@ -148,8 +148,6 @@ if _fast is not None:
 
 
 _PATCHES: list[tuple[object, str, object]] = []  # what stands in torch's place while some thread records
-
-
 _FILLING = ("tensor", "full", "zeros", "ones", "empty")  # what they give is told by their arguments
 
 

@@ -76,9 +76,10 @@ def _forms(names: tuple[str, ...]) -> dict[object, object]:
     }
 
 
-# Views of all elements in the same order.
 MANY_FILLED = 256  # calls of factories that are told apart
 _EMPTY = torch.empty
+
+# Views of all elements in the same order.
 _SAME_ORDER = ("view", "view_as", "squeeze", "unsqueeze", "flatten")
 
 # What gives the new content of the first argument; it has the same type, or the call is no write of this kind.
