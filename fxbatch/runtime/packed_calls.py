@@ -305,8 +305,8 @@ class PackedCalls:
         families = {s: self.family_of(program.signatures[s]) for s in met}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        in_parts = in_parts and len(packed) >= SAVES  # of each segment as many at least
-        in_parts = in_parts and bool(_first_of_segments(program, packed, _calls_of(program, packed)).any())
+        waits = _waiting(self, program) if in_parts and len(packed) >= SAVES else None  # SAVES a segment
+        in_parts = waits is not None and bool(_first_of_segments(program, packed, waits).any())
         if not can_run and not in_parts and not len(_readers(program, tensors)):
             if tensors.number is None:
                 tensors.note(program)
@@ -318,17 +318,18 @@ class PackedCalls:
         if tensors.number is None and not tensors.held and not in_parts:  # none ran: all is where it would be
             return program
         work.take_rows()
-        if in_parts:
-            self._run_between(work, run, table, packed)
+        if waits is not None and in_parts:
+            self._run_between(work, run, packed, waits)
         return work.program_left(table)
 
     def _run_between(
-        self, work: _Resolution, run: Run, table: SignatureTable, packed: dict[int, CallFamily]
+        self, work: _Resolution, run: Run, packed: dict[int, CallFamily], waiting: np.ndarray
     ) -> None:
-        """Run what packed calls wait for, and these, in turns."""
-        p = work.program
+        """Run what these packed calls wait for, and these, in turns."""
+        p, table = work.program, run.table
+        assert table is not None
         while True:
-            waits = _calls_of(p, packed) & work.left
+            waits = waiting & work.left
             first = _first_of_segments(p, packed, waits)
             if not first.any():
                 return

@@ -531,3 +531,32 @@ def test_where_functions_differ_a_forward_that_waits_goes_on(
         with fxbatch.disabled():
             for ours, theirs in zip(outputs, model(batch), strict=True):
                 torch.testing.assert_close(ours, theirs)
+
+
+class SummedLosses(nn.Module):
+    """A loss at each node of a chain, and the sum over their stack, of as many sizes as there are chains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Any) -> torch.Tensor:
+        h, losses = torch.zeros(8), []
+        for row in s:
+            h = torch.tanh(self.cell(h)) + row
+            losses.append(self.out(h)[0])
+        return torch.stack(losses).sum()
+
+
+def test_stacks_that_become_additions_don_t_run_between_others() -> None:
+    torch.manual_seed(0)
+    model = SummedLosses()
+    with torch.no_grad():
+        for lowest in (9, 10, 11, 9):
+            batch = [list(torch.randn(n, 8)) for n in range(lowest, lowest + 50)]
+            found = model(batch)
+    assert families(model), "stacks of many sizes"
+    assert [f.steps for f in families(model)] == [0]
+    with torch.no_grad(), fxbatch.disabled():
+        torch.testing.assert_close(found, model(batch))
