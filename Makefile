@@ -33,7 +33,7 @@ help:
 
 # The stamp is written last: an interrupted install is taken up again, a finished one is not repeated.
 # What is compiled is made anew when its source is newer.
-$(VENV)/.installed: pyproject.toml setup.py constraints.txt fxbatch/codegen/native_table.py $(wildcard fxbatch/trace/*.[ch] fxbatch/trace/places.py fxbatch/ragged/row_places.py fxbatch/ragged/segment_loops.py fxbatch/runtime/operands.py fxbatch/runtime/pool.py fxbatch/passes/*.py fxbatch/codegen/*.c)
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt fxbatch/codegen/native_table.py $(wildcard fxbatch/trace/*.[ch] fxbatch/trace/bare_parameters.py fxbatch/trace/places.py fxbatch/ragged/row_places.py fxbatch/ragged/segment_loops.py fxbatch/runtime/operands.py fxbatch/runtime/pool.py fxbatch/passes/*.py fxbatch/codegen/*.c)
 	@test -n "$(PYTHON)" || { echo "no python3.11 or python3.12 found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)

@@ -23,7 +23,7 @@ TYPED = (
     "passes/deduplicate",
     "passes/fuse_runs", "passes/gradients", "passes/plan", "passes/room", "passes/schedule", "passes/select",
     "passes/signature_graph", "ragged/row_places", "ragged/segment_loops", "runtime/operands", "runtime/pool",
-    "trace/places",
+    "trace/bare_parameters", "trace/places",
 )  # fmt: skip
 EXTENSIONS = ("codegen/_native", "trace/_fast", *TYPED)
 

@@ -469,12 +469,16 @@ class Backward:
         plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
         first = at - int(plan.step_offset[plan.step_signature == s].min())
         order = phase.plan.constant_order[s]
+        places = range(first, first + n) if order is None else order[first : first + n].tolist()
         reaching = self.reaching[phase.program.first_value[np.flatnonzero(phase.program.sig == s)]]
-        for row in range(n):
-            i = first + row if order is None else int(order[first + row])
+        rows: Sequence[torch.Tensor] = ()
+        for row, i in enumerate(places):
             tensor = payload[i]
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
-                add_gradient(self.gradients, tensor, grad[row])
+            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad or not reaching[i]:
+                continue
+            rows = rows or grad.clone().unbind(0)  # one copy: the block is written to again
+            mine, before = rows[row].clone() if tensor.is_leaf else rows[row], self.gradients.get(id(tensor))
+            self.gradients[id(tensor)] = mine if before is None else before + mine
 
 
 class GradientViews:

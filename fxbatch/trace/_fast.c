@@ -328,17 +328,20 @@ static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *a
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* A row of a bare parameter, or of a view of it, that was asked for before (arguments.call_of_bare); NULL for others. */
-static PyObject *row_of_bare(PyObject *recorder, PyObject *of, PyObject *index)
+/* A view of a bare parameter, or of a view of it, that was asked for before without arguments, or as a row
+   (arguments.call_of_bare); NULL for others. */
+static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n)
 {
-    PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *row = NULL;
+    PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *view = NULL;
     if (!asked || !PyDict_CheckExact(asked) || !PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *key = Py_BuildValue("(KOL)", (unsigned long long)(uintptr_t)of, index, (long long)WHOLE(KNOWN(recorder), at.mode));
+    unsigned long long of = (unsigned long long)(uintptr_t)args[0];
+    long long mode = WHOLE(KNOWN(recorder), at.mode);
+    PyObject *key = n == 1 ? Py_BuildValue("(OKL)", func, of, mode) : Py_BuildValue("(KOL)", of, args[1], mode);
     if (key)
-        row = Py_XNewRef(PyDict_GetItemWithError(asked, key));
+        view = Py_XNewRef(PyDict_GetItemWithError(asked, key));
     Py_XDECREF(key);
-    return row;
+    return view;
 }
 
 /* __torch_function__(func, types, args=(), kwargs=None) of values, and of bare parameters */
@@ -349,12 +352,13 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
         PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
-        if (args[0] == getitem && !names && PyTuple_GET_SIZE(args[2]) == 2 && PyLong_CheckExact(given[1]) &&
-            (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
-            result = row_of_bare(current, given[0], given[1]);
+        Py_ssize_t given_n = PyTuple_GET_SIZE(args[2]);
+        int asks = given_n == 1 || (given_n == 2 && args[0] == getitem && PyLong_CheckExact(given[1]));
+        if (asks && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
+            result = view_of_bare(current, args[0], given, given_n);
         if (!result && !PyErr_Occurred())
-            result = pure ? call_in_place(current, args[0], pure, given, PyTuple_GET_SIZE(args[2]), names)
-                          : call_function(current, args[0], given, PyTuple_GET_SIZE(args[2]), names, 1);
+            result = pure ? call_in_place(current, args[0], pure, given, given_n, names)
+                          : call_function(current, args[0], given, given_n, names, 1);
         if (result || PyErr_Occurred())
             return result;
     }

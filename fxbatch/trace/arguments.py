@@ -13,7 +13,7 @@ import enum
 import types
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
+from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView, Heard
 from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, run_on_fakes
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
@@ -65,22 +65,20 @@ def row_of_parameter(recorder: RecordedCalls, t: torch.Tensor) -> Any:
         id(base), t.storage_offset(), t.stride(), t.shape, t.dtype, t.grad_fn is None, t.is_conj(),
         t.is_neg(), recorder.knowledge.mode,
     )  # fmt: skip
-    row_of_table = recorder.parameter_rows.get(key)
-    if row_of_table is None:
-        row, strides = recorder.row_numbers.get(key, (None, None))
-        if row is None or strides != base.stride():
-            row = _row(recorder, t, base)
-            if row is None:
-                recorder.views_met.setdefault(id(base), []).append(t)
-                return None
-            recorder.row_numbers[key] = row, base.stride()
-        args = base, recorder.number(row, torch.int64, t.device), base.dim() - t.dim()
-        if _fast is not None:
-            row_of_table = _fast.recorded_before(recorder, take_parameter_row, args, {})
-        if row_of_table is None:
-            row_of_table = recorder.call(take_parameter_row, args, {})
-        recorder.parameter_rows[key] = row_of_table
-    return row_of_table
+    value = recorder.parameter_rows.get(key)
+    if value is None:
+        row = _row(recorder, t, base)
+        if row is None:
+            recorder.views_met.setdefault(id(base), []).append(t)
+            return None
+        value = recorder.parameter_rows[key] = _looked_up(recorder, base, row, base.dim() - t.dim())
+    return value
+
+
+def _looked_up(recorder: RecordedCalls, parameter: torch.Tensor, row: int, leading: int) -> Any:
+    args = parameter, recorder.number(row, torch.int64, parameter.device), leading
+    value = None if _fast is None else _fast.recorded_before(recorder, take_parameter_row, args, {})
+    return recorder.call(take_parameter_row, args, {}) if value is None else value
 
 
 def _row(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor) -> int | None:
@@ -335,21 +333,36 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
         return _as_tensors(func, args, kwargs)
     recorder.sync_modes()
-    key: tuple[object, ...] | None = None  # where it is a row, C finds it by this
-    if func is GETITEM and len(args) == 2:
+    if func is GETITEM and len(args) == 2 and not is_row_by_tensor(*args):
         args = args[0], _by_numbers(recorder, args[1])
-        key = (id(args[0]), args[1], recorder.knowledge.mode) if type(args[1]) is int else None
-    if not key and args and type(args[0]) in BARE and not kwargs and all(map(_is_plain, args[1:])):
-        key = func, id(args[0]), args[1:], tuple(map(type, args)), recorder.knowledge.mode
+    heard, mode = recorder.heard, recorder.knowledge.mode
+    key = None if kwargs or not args or type(args[0]) not in BARE else _key(func, args, mode)
     if key:
-        view = recorder.heard.again.get(key)
+        view = heard.again.get(key)
         if view is not None:
             return view
+        if _is_row(args, func) and 0 <= args[1] < heard.tables.get((id(args[0]), mode), 0):
+            with DisableTorchFunctionSubclass():
+                return _heard_view(heard, key, args[0][args[1]], _looked_up(recorder, *args, 1))
     with DisableTorchFunctionSubclass():
         recorded = _is_recorded(recorder, func, args, kwargs)
     if recorded:
         return recorder.call(func, args, kwargs)
     return _of_parameters(recorder, key, func, args, kwargs)
+
+
+def _is_row(args: tuple[object, ...], func: object) -> TypeGuard[tuple[torch.Tensor, int]]:
+    return func is GETITEM and len(args) == 2 and type(args[1]) is int
+
+
+def _key(func: object, args: tuple[object, ...], mode: int) -> tuple[object, ...] | None:
+    """What a view is asked for again by; C finds rows, and what takes no arguments, by it."""
+    if _is_row(args, func):
+        return id(args[0]), args[1], mode
+    if len(args) == 1:
+        return func, id(args[0]), mode
+    plain = all(map(_is_plain, args[1:]))
+    return (func, id(args[0]), args[1:], tuple(map(type, args)), mode) if plain else None
 
 
 MANY = 8  # times that something was computed of the same parameters before it is recorded
@@ -413,6 +426,16 @@ def _by_numbers(recorder: Any, index: object) -> object:
     )
 
 
+def is_row_by_tensor(x: object, index: object) -> bool:
+    """Whether a position that is a value is asked for, or a row of a table that a tensor of the instance's says: a
+    word's. Rows that are matrices are chosen by numbers, since there are few of them and each has its products."""
+    if not isinstance(x, torch.Tensor) or not isinstance(index, torch.Tensor):
+        return False
+    table = isinstance(x, BARE) and x.dim() == 2 and type(index) is torch.Tensor
+    fits = x.dim() > 0 if type(index) is Value else table
+    return fits and not index.dim() and index.dtype in (torch.int64, torch.int32)
+
+
 def _is_position(x: object) -> bool:
     return type(x) is torch.Tensor and not x.dim() and x.dtype in POSITIONS
 
@@ -463,15 +486,24 @@ def _heard_views(
             if type(x._base) is BareParameter:
                 row = row_of_parameter(recorder, x)
                 vars(x)[VIEW_KEY] = _view_key(recorder, x) if row is None else row
+                if row is not None and _is_row(args, func) and x._base is args[0] and x._base.dim() == 2:
+                    recorder.heard.tables[id(args[0]), recorder.knowledge.mode] = len(x._base)
     if any(VIEW_KEY not in vars(x) for x in views):
         recorder.heard.computed = True
     views = [x for x in views if VIEW_KEY in vars(x)]
     for x in views:
-        x.__class__ = BareView
-    recorder.heard.views += views
-    if key is not None and views and result is views[0]:
-        recorder.heard.again[key] = result
+        _heard_view(recorder.heard, key if result is views[0] else None, x, vars(x)[VIEW_KEY])
     return result
+
+
+def _heard_view(heard: Heard, key: object, view: torch.Tensor, shown: object) -> torch.Tensor:
+    """A view of a bare parameter, which shows a part of it or a value."""
+    vars(view)[VIEW_KEY] = shown
+    view.__class__ = BareView
+    heard.views.append(view)
+    if key is not None:
+        heard.again[key] = view
+    return view
 
 
 def _view_key(recorder: Any, x: torch.Tensor) -> object:

@@ -11,7 +11,9 @@ own modules hold are of a class with a `__torch_function__`:
     weight.exp(), weight.shape  # run as they are: no tensor of an instance is in them
     recorder.heard.end()
 
-Objects keep their identity, and are plain parameters again where fxbatch itself computes.
+Objects keep their identity, and are plain parameters again where fxbatch itself computes, so in each phase.
+
+Compiled by Cython (see uncompiled.py).
 """
 
 from __future__ import annotations
@@ -45,22 +47,23 @@ VIEW_KEY = "_fxbatch_view"  # what a call that was met before is compared by, in
 class Heard:
     """The bare parameters of a recording: of class BareParameter between `begin` and `end`."""
 
-    __slots__ = ("again", "changed", "computed", "parameters", "views")
+    __slots__ = ("again", "changed", "computed", "parameters", "tables", "views")
 
     def __init__(self) -> None:
         self.parameters: Sequence[torch.nn.Parameter] = ()
         self.computed = False  # whether tensors were computed of parameters alone
         self.again: dict[object, torch.Tensor] = {}  # views by what was asked
+        self.tables: dict[object, int] = {}  # parameters whose rows are looked up, and mode -> how many
         self.changed: list[torch.nn.Parameter] = []  # by this recording: another thread's may be at it too
         self.views: list[torch.Tensor] = []
 
     def forget(self) -> None:
         """Parameters may be others than they were."""
-        self.again = {}
+        self.again, self.tables = {}, {}
 
     def begin(self) -> None:
         """Users' code runs from here on."""
-        self.again = {}
+        self.forget()
         for p in self.parameters:
             if type(p) is torch.nn.Parameter:
                 p.__class__ = BareParameter
@@ -92,14 +95,5 @@ def unheard(recorder: Any) -> Iterator[None]:
 
 
 def bare_parameters(modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """Parameters that users' code may read by itself: of modules that are not torch's, and of its lists."""
-    return tuple(
-        p
-        for m in modules
-        if m._parameters and (not type(m).__module__.startswith("torch.") or isinstance(m, _CONTAINERS))
-        for p in m._parameters.values()
-        if type(p) is torch.nn.Parameter
-    )
-
-
-_CONTAINERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+    """The parameters of these modules: users' code may read `self.linear.weight` as well as its own."""
+    return tuple(p for m in modules for p in m._parameters.values() if type(p) is torch.nn.Parameter)

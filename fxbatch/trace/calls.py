@@ -34,6 +34,7 @@ from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_leaves
 from fxbatch.trace.arguments import (
     Arguments,
     ArrayArgument,
+    is_row_by_tensor,
     row_of_parameter,
     view_of_shared,
     without_arrays,
@@ -137,7 +138,7 @@ def call_function(
         found = call_lifted(recorder, func, args)
         if found is not None:
             return found
-    elif func is GETITEM and _by_integer_value(*args):
+    elif func is GETITEM and is_row_by_tensor(*args):
         func = take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
@@ -312,11 +313,6 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
     """Where and how a view lies in what it is a view of."""
     flipped = view.is_conj() != base.is_conj(), view.is_neg() != base.is_neg()
     return (tuple(view.shape), view.stride(), view.storage_offset(), *flipped)
-
-
-def _by_integer_value(x: Any, index: object) -> bool:
-    whole = type(index) is Value and not index.shape and index.dtype in (torch.int64, torch.int32)
-    return whole and x.dim() > 0
 
 
 def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:

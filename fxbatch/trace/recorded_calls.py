@@ -177,7 +177,6 @@ class RecordedCalls(Columns):
         self.constants = new_constants()
         self.numbers: dict[object, Value] = {}
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
-        self.row_numbers: dict[Any, tuple[int, tuple[int, ...]]] = {}  # and strides of the parameters
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted, self.number_ids, self.once = {}, {}, {}, {}
         self.filled, self.made_by = dict.fromkeys(table.filled), {}
@@ -651,7 +650,7 @@ class RecordedCalls(Columns):
         somebody still refers to are constants of calls to come. read: gives real tensors of values. How many there are.
         """
         assert not self.pending, "calls that are forgotten have run"
-        self.numbers, self.parameter_rows, self.row_calls, self.row_numbers = {}, {}, {}, {}
+        self.numbers, self.parameter_rows, self.row_calls = {}, {}, {}
         self.index_numbers, self.number_ids, self.once = {}, {}, {}
         self.filled, self.made_by = dict.fromkeys(self.table.filled), {}
         self.number_of, self.constants, self.settled = {}, new_constants(), None

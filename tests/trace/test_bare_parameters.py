@@ -30,6 +30,7 @@ class Bare(nn.Module):
         self.relations = nn.Parameter(torch.randn(3, D, D).double())
         self.parts = nn.ParameterList([torch.randn(D).double() for _ in range(2)])
         self.register_buffer("mean", torch.randn(D).double())
+        self.linear, self.words = nn.Linear(D, D).double(), nn.Embedding(9, D).double()
         self.frozen = nn.Parameter(torch.randn(D, D).double(), requires_grad=False)
         self.function = function
 
@@ -94,6 +95,22 @@ FORWARDS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int], list[Any]]]
     "from the end": (lambda m, ws: (m.table[-1 - ws[0]] * m.b[-1] + m.b[ws[0] % D]).tanh(), words),
     "one item": (lambda m, ws: m.table[ws[0], ws[-1] % D] * m.table[ws[0], 1:], words),
     "integer tensors": (lambda m, ws: m.table[torch.tensor(ws[0])] + m.table[torch.tensor(ws)].sum(0), words),
+    "integer tensors from the end": (lambda m, ws: m.table[torch.tensor(-1 - ws[0])] * m.b, words),
+    "narrow integer tensors": (
+        lambda m, ws: torch.stack([m.table[torch.tensor(ws[0], dtype=d)] for d in (torch.int32, torch.int8)]).sum(0),
+        words,
+    ),
+    "a row of rows": (lambda m, ws: m.relations[torch.tensor(ws[0] % 3)] @ m.table[torch.tensor(ws[0])], words),
+    "a layer's weight": (
+        lambda m, xs: chain(m, lambda h, x: (m.linear.weight @ x + m.linear.bias + h).tanh(), xs),
+        rows,
+    ),
+    "a layer, and its weight": (lambda m, xs: m.linear(xs[0]) @ m.linear.weight.t() + xs[0] @ m.linear.weight, rows),
+    "an embedding's weight": (lambda m, ws: m.words.weight[torch.tensor(ws[0])] * m.words.weight[ws[-1]], words),
+    "an embedding by its weight": (
+        lambda m, ws: nn.functional.embedding(torch.tensor(ws), m.words.weight).sum(0),
+        words,
+    ),
     "embedding": (lambda m, ws: nn.functional.embedding(torch.tensor(ws[0]), m.table), words),
     "relations": (lambda m, ws: m.relations[ws[0] % 3] @ m.table[ws[0]], words),
     "items of rows": (lambda m, ws: torch.stack([m.w[w % D][1] + m.table[w] for w in ws]).sum(0), words),
@@ -143,7 +160,10 @@ def test_equal_to_the_loop(name: str) -> None:
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
 
 
-@pytest.mark.parametrize("name", ["row @ weight", "weight @ row", "views", "look-up", "one item", "F.linear"])
+@pytest.mark.parametrize("name", [
+    "row @ weight", "weight @ row", "views", "look-up", "one item", "F.linear", "a layer's weight",
+    "a layer, and its weight", "an embedding's weight", "an embedding by its weight", "integer tensors from the end",
+])  # fmt: skip
 def test_batches(name: str) -> None:
     function, data = FORWARDS[name]
     found = fxbatch.explain(Bare(function), data(12))
@@ -161,7 +181,9 @@ def test_calls_met_before_are_recorded_in_c(recorded_by: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fxbatch.trace.arguments._is_recorded", counted)
-        model = Bare(lambda m, xs: chain(m, lambda h, x: (x @ m.w + m.u @ x + x @ m.w.t()).tanh() + h, xs))
+        step = lambda m, h, x: (x @ m.w + m.u @ x + x @ m.w.t() + m.table[n]).tanh() + h  # noqa: E731
+        n = torch.tensor(3)
+        model = Bare(lambda m, xs: chain(m, lambda h, x: step(m, h, x), xs))
         model(rows(3))
         asked.clear()
         model([[torch.randn(D).double() for _ in range(20)] for _ in range(5)])

@@ -67,7 +67,7 @@ class WithoutGradients(Model):
 
 
 class TakenBothWays(Model):
-    """The same rows with gradients and without, of a module's weight, which is not bare."""
+    """The same rows with gradients and without, of a module's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,6 +178,19 @@ def test_rows_that_were_asked_for_and_factories_of_plain_data_pass_no_python() -
     assert torch_patches._with_real_tensors.__code__ not in met
     with_value = fxbatch.autobatch(adaptive=False)(lambda x: torch.tensor([value(x).sum(), 1.0]))
     torch.testing.assert_close(with_value(x)[:, 0], torch.stack([each.sum() for each in x]))
+
+
+def test_of_a_table_whose_rows_are_looked_up_one_row_a_minibatch_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, looked, row = decorated(TakenBothWays), [], arguments._row
+    monkeypatch.setattr(arguments, "_row", lambda *given: (looked.append(given), row(*given))[1])
+    for _ in range(3):
+        looked.clear()
+        check_equal(model, *minibatch())
+    looked.clear()
+    model(*minibatch())
+    assert len(looked) == 2, "one with gradients and one without"
 
 
 def test_few_rows_and_matrices_stay_views() -> None:
