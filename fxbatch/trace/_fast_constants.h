@@ -392,6 +392,16 @@ static PyObject *entry_like(PyObject *recorder, const Kind *kind)
     return entry;
 }
 
+/* A tensor has become a constant: a factory whose tensors often do gives values (writes.note_uses); -1 on error. */
+static int note_factory(PyObject *recorder, PyObject *t, PyObject *id)
+{
+    PyObject *made_by = SLOT(recorder, at.made_by);
+    PyObject *call = made_by && PyDict_CheckExact(made_by) ? PyDict_GetItemWithError(made_by, id) : NULL;
+    PyObject *noted = call ? PyObject_CallFunctionObjArgs(slow_used, recorder, t, NULL) : NULL;
+    Py_XDECREF(noted);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
@@ -419,7 +429,8 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         Py_DECREF(v); /* the constants have it */
         Constants *c = (Constants *)SLOT(recorder, at.constants);
         Py_ssize_t place = PyList_GET_SIZE(payload);
-        if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, place, is_read ? &number : NULL) < 0)
+        if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, place, is_read ? &number : NULL) < 0 ||
+            (!is_read && note_factory(recorder, t, key) < 0))
             v = NULL;
     }
     return v;

@@ -40,7 +40,7 @@ from fxbatch.trace.arguments import (
     without_arrays,
     without_derived,
 )
-from fxbatch.trace.bare_parameters import BareView
+from fxbatch.trace.bare_parameters import BARE, BareView
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.one_sequence import PACKED, OneSequence
@@ -58,6 +58,7 @@ from fxbatch.trace.operations import (
     function_name,
     on_views,
     plain_function,
+    row_at,
     take_at,
 )
 from fxbatch.trace.places import first_changed
@@ -139,7 +140,7 @@ def call_function(
         if found is not None:
             return found
     elif func is GETITEM and is_row_by_tensor(*args):
-        func = take_at
+        func = row_at if isinstance(args[0], BARE) and args[0].dim() == 2 else take_at
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
     is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)

@@ -47,6 +47,7 @@ from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
 from fxbatch.trace.values import Value, refresh, result_with_values
+from fxbatch.trace.writes import note_uses
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,7 @@ class Turns:
             self.start()
             while self.parked:
                 self._phase()
+            note_uses(self.recorder, asks=self.statistics.suspensions > 0)
             self.unseen = self._unseen_change()
             if self.unseen and not self.stays and not self.alone:
                 raise self.changes.refusal(self.unseen)

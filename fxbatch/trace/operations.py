@@ -161,6 +161,11 @@ def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.reshape(1)).squeeze(0)
 
 
+def row_at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`take_at` of a parameter: IndexError where it has no such row."""
+    return F.embedding(torch.where(index < 0, index + table.shape[0], index), table)
+
+
 def embedding_of_rows(
     index: torch.Tensor,
     weight: torch.Tensor,

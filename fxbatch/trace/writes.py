@@ -77,6 +77,7 @@ def _forms(names: tuple[str, ...]) -> dict[object, object]:
 
 
 MANY_FILLED = 256  # calls of factories that are told apart
+OFTEN = 8  # tensors of one call of a factory in a recording that are used as they were made, as zeros at each leaf
 _EMPTY = torch.empty
 
 # Views of all elements in the same order.
@@ -442,10 +443,36 @@ def filled(recorder: RecordedCalls, key: Any) -> object:
     return new_value(recorder, v._value, v._type, 0)
 
 
-def _note_factory(recorder: RecordedCalls, t: torch.Tensor) -> None:
-    """Where a call of a factory made it, that gives a value from the next recording on. What others have left at its
+def note_use(recorder: RecordedCalls, t: torch.Tensor) -> None:
+    """A tensor that a factory made has become a constant."""
+    recorder.uses.setdefault(recorder.made_by[id(t)], []).append(t)
+
+
+def note_uses(recorder: RecordedCalls, *, asks: bool) -> None:
+    """A recording is over. Factories whose tensors were often used give values from the next one on, as long as the
+    forward asks for none: what Python asks of a real tensor is at hand, of a value it is waited for."""
+    table, used = recorder.table, recorder.table.used
+    if used is None:
+        return
+    for key, tensors in () if asks else recorder.uses.items():
+        t = tensors[-1]
+        if (
+            len(tensors) >= OFTEN
+            and t.dtype.is_floating_point
+            and not t.requires_grad
+            and key[0] is not _EMPTY
+        ):
+            _note_factory(recorder, key, t)
+            used.add(key)
+    if asks:
+        table.filled -= used
+        table.used = None
+
+
+def _note_factory(recorder: RecordedCalls, key: tuple[object, ...] | None, t: torch.Tensor) -> None:
+    """A call of a factory that made a tensor gives a value from the next recording on. What others have left at its
     place in memory is not as it was made."""
-    key, calls = recorder.made_by.pop(id(t), None), recorder.table.filled
+    calls = recorder.table.filled
     if key is None or key in calls or len(calls) >= MANY_FILLED:
         return
     fresh = _as_made(key)
@@ -458,7 +485,7 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
 
     InPlaceError where something else shares its memory.
     """
-    _note_factory(recorder, t)
+    _note_factory(recorder, recorder.made_by.pop(id(t), None), t)
     if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
         return _view_becomes_value(recorder, t, t._base, name)
     _let_go_of_views(recorder, t)

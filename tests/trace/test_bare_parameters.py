@@ -190,6 +190,14 @@ def test_calls_met_before_are_recorded_in_c(recorded_by: str) -> None:
     assert len(asked) <= 1 or recorded_by == "python"  # for the view's own making
 
 
+@pytest.mark.parametrize("row", [9, -10])
+def test_a_row_that_a_table_does_not_have(row: int) -> None:
+    model = Bare(lambda m, w: m.words.weight[w] * m.b)
+    model([torch.tensor(w) for w in range(4)])
+    with pytest.raises(IndexError):
+        model([torch.tensor(w) for w in (1, row, 3)])
+
+
 def test_what_torch_refuses() -> None:
     for wrong, error in (
         (lambda m, ws: m.table[9 + ws[0]], IndexError),

@@ -568,6 +568,48 @@ def test_sizes_of_their_own_and_another_default_type() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_factories_give_is_a_value_once_such_were_often_used(grad: bool, recorded_by: str) -> None:
+    kinds: list[type] = []
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        h, whole = torch.zeros(SIZE), torch.tensor(3)
+        kinds.append(type(h))
+        wanted = torch.zeros(SIZE, requires_grad=True)
+        for step in (x, 2 * x):
+            h = torch.tanh(m.l(step) + torch.full((SIZE,), 0.5)) * whole + h + wanted
+        return h, torch.zeros(SIZE), (h + torch.zeros(SIZE)).detach().add_(1)
+
+    model = Parts(code, out="list")
+    for _ in range(4):
+        instances = [torch.randn(SIZE) for _ in range(12)]
+        with torch.set_grad_enabled(grad):
+            found = model.batched(instances)
+            last = kinds[-1]
+            expected = [model(x) for x in instances]
+        torch.testing.assert_close(found, expected)
+        if grad:
+            assert_same_gradients(model, found, expected)
+    assert recorded_by == "python" or last is not torch.Tensor
+
+
+def test_what_python_asks_of_what_factories_give_is_waited_for_once() -> None:
+    asks = False
+
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        h = torch.zeros(SIZE)
+        y = m.l(x) + h
+        return y + 1 if asks and h.sum() == 0 else y
+
+    model, phases = Parts(code), []
+    for k in range(7):
+        asks = k > 2
+        instances = [torch.randn(SIZE) for _ in range(10)]
+        torch.testing.assert_close(model.batched(instances), torch.stack([model(x) for x in instances]))
+        phases.append(fxbatch.explain(model.batched, instances).phases)
+    assert phases == [1] * 7
+
+
 def test_a_factory_whose_tensor_is_gone_gives_real_tensors() -> None:
     """What is written to has taken the place in memory of what a factory made."""
     reals = []
