@@ -311,6 +311,10 @@ TELLING = named_functions(
     "__len__ __hash__ __repr__ __format__ __deepcopy__ __reduce_ex__ __bool__ __int__ __float__ __index__ __array__ "
     "__iter__ __contains__ equal allclose"
 )
+TOLD = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ["dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_leaf"]
+)
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift"
 _IN_PLACE = named_functions("__setitem__ " + " ".join(f"__i{x}__" for x in _OPERATORS.split()))
 _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)
@@ -330,7 +334,13 @@ for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
 def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     """Call a function of bare parameters, or views of them: a value where it is recorded, else its own result."""
     recorder = state.recorder
-    if recorder is None or not recorder.heard.changed or inside_functorch() or not memory_is_real():
+    if (
+        func in TOLD
+        or recorder is None
+        or not recorder.heard.changed
+        or inside_functorch()
+        or not memory_is_real()
+    ):
         return _as_tensors(func, args, kwargs)
     recorder.sync_modes()
     if func is GETITEM and len(args) == 2 and not is_row_by_tensor(*args):

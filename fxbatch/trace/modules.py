@@ -23,7 +23,7 @@ from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
-from fxbatch.torch_private import module_call, reparametrized
+from fxbatch.torch_private import DisableTorchFunctionSubclass, module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
 from fxbatch.trace.operations import (
@@ -171,7 +171,11 @@ def _recorded(call: ModuleCall) -> object:
         return call.through()
     if not arguments.values:
         copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
-        return call.through() if copies is None else call_module(recorder, module, copies, {})
+        if copies is not None:
+            return call_module(recorder, module, copies, {})
+        alone = _rule(module, None) is TORCH_MODULE and not has_hooks(module)
+        with DisableTorchFunctionSubclass() if alone else contextlib.nullcontext():  # parameters are bare
+            return call.through()
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
         return call.pass_through()

@@ -29,6 +29,7 @@ class Bare(nn.Module):
         self.table = nn.Parameter(torch.randn(9, D).double())
         self.relations = nn.Parameter(torch.randn(3, D, D).double())
         self.parts = nn.ParameterList([torch.randn(D).double() for _ in range(2)])
+        self.register_buffer("first", torch.tensor(1))
         self.register_buffer("mean", torch.randn(D).double())
         self.linear, self.words = nn.Linear(D, D).double(), nn.Embedding(9, D).double()
         self.frozen = nn.Parameter(torch.randn(D, D).double(), requires_grad=False)
@@ -111,6 +112,7 @@ FORWARDS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[int], list[Any]]]
         lambda m, ws: nn.functional.embedding(torch.tensor(ws), m.words.weight).sum(0),
         words,
     ),
+    "a layer of a buffer": (lambda m, xs: m.words(m.first) * xs[0] * len(m.linear.weight.shape), rows),
     "embedding": (lambda m, ws: nn.functional.embedding(torch.tensor(ws[0]), m.table), words),
     "relations": (lambda m, ws: m.relations[ws[0] % 3] @ m.table[ws[0]], words),
     "items of rows": (lambda m, ws: torch.stack([m.w[w % D][1] + m.table[w] for w in ws]).sum(0), words),
@@ -188,6 +190,19 @@ def test_calls_met_before_are_recorded_in_c(recorded_by: str) -> None:
         asked.clear()
         model([[torch.randn(D).double() for _ in range(20)] for _ in range(5)])
     assert len(asked) <= 1 or recorded_by == "python"  # for the view's own making
+
+
+def test_a_layer_that_meets_a_buffer_alone_is_not_asked_whether_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    asks = arguments._is_recorded
+    monkeypatch.setattr(arguments, "_is_recorded", lambda *given: (asked.append(given), asks(*given))[1])
+    model = Bare(FORWARDS["a layer of a buffer"][0])
+    with torch.no_grad():
+        for _ in range(3):
+            model(rows(7))
+    assert not asked
 
 
 @pytest.mark.parametrize("row", [9, -10])
