@@ -345,11 +345,11 @@ def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
     if _refused.error is not None and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
         raise _refused.error(f"{cls.__name__} has derivatives of its own")
     recorder = state.recorder
+    if recorder is not None and cls is CheckpointFunction:
+        return _not_checkpointed(*args)
     if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
-        if cls is CheckpointFunction:
-            return _not_checkpointed(*args)
         return recorder.call(CustomFunction(cls), args, kwargs)
-    if recorder is not None and recorder.heard.changed and cls is not CheckpointFunction:
+    if recorder is not None and recorder.heard.changed:
         with unheard(recorder):  # what it computes goes to C++
             return _apply.__get__(None, cls)(*args, **kwargs)
     return _apply.__get__(None, cls)(*args, **kwargs)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxbatch
 from fxbatch.trace import arguments
@@ -203,6 +204,23 @@ def test_a_layer_that_meets_a_buffer_alone_is_not_asked_whether_it_is_recorded(
         for _ in range(3):
             model(rows(7))
     assert not asked
+
+
+def test_a_checkpoint_of_plain_tensors_has_its_gradients() -> None:
+    """The older kind, which runs without gradients, and again with them in backward; it fills `grad` alone."""
+
+    def part(m: Any, xs: Any) -> Any:
+        function = lambda x: torch.tanh(m.linear(x) @ m.w + x @ m.linear.weight)  # noqa: E731
+        return checkpoint(function, xs[0].clone().requires_grad_(), use_reentrant=True)
+
+    model, minibatch = Bare(part), rows(5)
+    gradients = []
+    for forward in (model, lambda batch: torch.stack([model.one(x) for x in batch])):
+        model.zero_grad()
+        forward(minibatch).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert sum(g is not None for g in gradients[0]) == 3
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("row", [9, -10])
