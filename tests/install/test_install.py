@@ -19,8 +19,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # By Cython.
 TYPED = [
-    "deduplicate", "fuse_runs", "gradients", "operands", "places", "plan", "pool", "room", "row_places", "schedule",
-    "segment_loops", "select", "signature_graph",
+    "bare_parameters", "deduplicate", "fuse_runs", "gradients", "operands", "places", "plan", "pool", "room",
+    "row_places", "schedule", "segment_loops", "select", "signature_graph",
 ]  # fmt: skip
 pytestmark = pytest.mark.slow  # a minute or two of compiling: `make package`
 
