@@ -104,7 +104,7 @@ class Environment:
         assert "Write a PyTorch model for one instance" in self.run("fxbatch", "--help")
         version = self.run("fxbatch", "--version")
         assert version.startswith("fxbatch ")
-        assert ("all 15 compiled" if self.extensions else "none compiled") in version
+        assert ("all 16 compiled" if self.extensions else "none compiled") in version
         assert str(self.folder) in self.run("python", "-c", SMALL_MODEL)
 
 
