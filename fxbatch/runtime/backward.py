@@ -474,11 +474,9 @@ class Backward:
         rows: Sequence[torch.Tensor] = ()
         for row, i in enumerate(places):
             tensor = payload[i]
-            if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad or not reaching[i]:
-                continue
-            rows = rows or grad.clone().unbind(0)  # one copy: the block is written to again
-            mine, before = rows[row].clone() if tensor.is_leaf else rows[row], self.gradients.get(id(tensor))
-            self.gradients[id(tensor)] = mine if before is None else before + mine
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
+                rows = rows or torch.ops.aten.unbind_copy(grad)  # the block is written to again
+                add_gradient(self.gradients, tensor, rows[row])
 
 
 class GradientViews:

@@ -306,28 +306,35 @@ class PackedCalls:
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
         waits = _waiting(self, program) if in_parts and len(packed) >= SAVES else None  # SAVES a segment
-        in_parts = waits is not None and bool(_first_of_segments(program, packed, waits).any())
-        if not can_run and not in_parts and not len(_readers(program, tensors)):
+        if waits is not None and not _first_of_segments(program, packed, waits).any():
+            waits = None
+        if not can_run and waits is None and not len(_readers(program, tensors)):
             if tensors.number is None:
                 tensors.note(program)
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
-        work = _Resolution(program, tensors, run if in_parts else None)
+        work = _Resolution(program, tensors, None if waits is None else run)
         self._run_packed(work, packed, grad=grad)
-        if tensors.number is None and not tensors.held and not in_parts:  # none ran: all is where it would be
+        if (
+            tensors.number is None and not tensors.held and waits is None
+        ):  # none ran: all is where it would be
             return program
         work.take_rows()
-        if waits is not None and in_parts:
-            self._run_between(work, run, packed, waits)
+        if waits is not None:
+            self._run_between(work, run, table, packed, waits)
         return work.program_left(table)
 
     def _run_between(
-        self, work: _Resolution, run: Run, packed: dict[int, CallFamily], waiting: np.ndarray
+        self,
+        work: _Resolution,
+        run: Run,
+        table: SignatureTable,
+        packed: dict[int, CallFamily],
+        waiting: np.ndarray,
     ) -> None:
         """Run what these packed calls wait for, and these, in turns."""
-        p, table = work.program, run.table
-        assert table is not None
+        p = work.program
         while True:
             waits = waiting & work.left
             first = _first_of_segments(p, packed, waits)

@@ -392,14 +392,28 @@ static PyObject *entry_like(PyObject *recorder, const Kind *kind)
     return entry;
 }
 
-/* A tensor has become a constant: a factory whose tensors often do gives values (writes.note_uses); -1 on error. */
-static int note_factory(PyObject *recorder, PyObject *t, PyObject *id)
+/* lists[key].append(x), where `lists` is a dictionary; -1 on error. */
+static int append_to(PyObject *lists, PyObject *key, PyObject *x)
 {
-    PyObject *made_by = SLOT(recorder, at.made_by);
-    PyObject *call = made_by && PyDict_CheckExact(made_by) ? PyDict_GetItemWithError(made_by, id) : NULL;
-    PyObject *noted = call ? PyObject_CallFunctionObjArgs(slow_used, recorder, t, NULL) : NULL;
-    Py_XDECREF(noted);
-    return PyErr_Occurred() ? -1 : 0;
+    PyObject *none = NULL;
+    if (!lists || !PyDict_Check(lists))
+        return 0;
+    PyObject *list = PyDict_GetItemWithError(lists, key);
+    if (!list && !PyErr_Occurred() && (none = PyList_New(0)) && PyDict_SetItem(lists, key, none) == 0)
+        list = none;
+    int done = list ? PyList_Append(list, x) : -1;
+    Py_XDECREF(none);
+    return done;
+}
+
+/* A tensor has become a constant: a factory whose tensors often do gives values (writes.note_uses); -1 on error. */
+static int note_use(PyObject *recorder, PyObject *t, PyObject *id)
+{
+    PyObject *made_by = SLOT(recorder, at.made_by), *uses = SLOT(recorder, at.uses);
+    if (!uses || uses == Py_None || !made_by || !PyDict_CheckExact(made_by))
+        return 0;
+    PyObject *call = PyDict_GetItemWithError(made_by, id);
+    return call ? append_to(uses, call, t) : PyErr_Occurred() ? -1 : 0;
 }
 
 /* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
@@ -430,24 +444,10 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         Constants *c = (Constants *)SLOT(recorder, at.constants);
         Py_ssize_t place = PyList_GET_SIZE(payload);
         if (PyList_Append(payload, t) < 0 || constants_put(c, t, v, count, place, is_read ? &number : NULL) < 0 ||
-            (!is_read && note_factory(recorder, t, key) < 0))
+            (!is_read && note_use(recorder, t, key) < 0))
             v = NULL;
     }
     return v;
-}
-
-/* Remember that a view of a tensor was met, by the id of that (RecordedCalls.views_met); -1 on error. */
-static int note_view(PyObject *recorder, PyObject *base, PyObject *t)
-{
-    PyObject *met = SLOT(recorder, at.views_met), *none = NULL;
-    if (!met || !PyDict_Check(met))
-        return 0;
-    PyObject *views = PyDict_GetItemWithError(met, base);
-    if (!views && !PyErr_Occurred() && (none = PyList_New(0)) && PyDict_SetItem(met, base, none) == 0)
-        views = none;
-    int done = views ? PyList_Append(views, t) : -1;
-    Py_XDECREF(none);
-    return done;
 }
 
 /* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
@@ -461,7 +461,7 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
         PyObject *key = PyLong_FromVoidPtr(base);
         found = key ? PyDict_Contains(owners, key) : -1;
-        if (!found && note_view(recorder, key, t) < 0)
+        if (!found && append_to(SLOT(recorder, at.views_met), key, t) < 0)
             found = -1;
         Py_XDECREF(key);
     }

@@ -31,7 +31,7 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView, Heard
-from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, run_on_fakes
+from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, row_at, run_on_fakes, take_at
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
@@ -311,6 +311,7 @@ TELLING = named_functions(
     "__len__ __hash__ __repr__ __format__ __deepcopy__ __reduce_ex__ __bool__ __int__ __float__ __index__ __array__ "
     "__iter__ __contains__ equal allclose"
 )
+# What is asked most often of a parameter: answered without a look at who asks.
 TOLD = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in ["dtype", "device", "shape", "ndim", "layout", "requires_grad", "is_leaf"]
@@ -343,7 +344,7 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     ):
         return _as_tensors(func, args, kwargs)
     recorder.sync_modes()
-    if func is GETITEM and len(args) == 2 and not is_row_by_tensor(*args):
+    if func is GETITEM and len(args) == 2 and taker_of(*args) is None:
         args = args[0], _by_numbers(recorder, args[1])
     heard, mode = recorder.heard, recorder.knowledge.mode
     key = None if kwargs or not args or type(args[0]) not in BARE else _key(func, args, mode)
@@ -436,14 +437,17 @@ def _by_numbers(recorder: Any, index: object) -> object:
     )
 
 
-def is_row_by_tensor(x: object, index: object) -> bool:
-    """Whether a position that is a value is asked for, or a row of a table that a tensor of the instance's says: a
-    word's. Rows that are matrices are chosen by numbers, since there are few of them and each has its products."""
+def taker_of(x: object, index: object) -> Callable[..., torch.Tensor] | None:
+    """What records `x[index]` for a position that is a value, or a tensor of the instance's that says a row of a table:
+    a word's. None for others: rows that are matrices are chosen by numbers, since there are few of them and each has
+    its products."""
     if not isinstance(x, torch.Tensor) or not isinstance(index, torch.Tensor):
-        return False
-    table = isinstance(x, BARE) and x.dim() == 2 and type(index) is torch.Tensor
-    fits = x.dim() > 0 if type(index) is Value else table
-    return fits and not index.dim() and index.dtype in (torch.int64, torch.int32)
+        return None
+    if index.dim() or index.dtype not in (torch.int64, torch.int32):
+        return None
+    if isinstance(x, BARE) and x.dim() == 2 and type(index) in (torch.Tensor, Value):
+        return row_at
+    return take_at if type(index) is Value and x.dim() else None
 
 
 def _is_position(x: object) -> bool:

@@ -34,13 +34,13 @@ from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_leaves
 from fxbatch.trace.arguments import (
     Arguments,
     ArrayArgument,
-    is_row_by_tensor,
     row_of_parameter,
+    taker_of,
     view_of_shared,
     without_arrays,
     without_derived,
 )
-from fxbatch.trace.bare_parameters import BARE, BareView
+from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
 from fxbatch.trace.modules import call_method, first_line
 from fxbatch.trace.one_sequence import PACKED, OneSequence
@@ -58,8 +58,6 @@ from fxbatch.trace.operations import (
     function_name,
     on_views,
     plain_function,
-    row_at,
-    take_at,
 )
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import why_not_plain
@@ -139,8 +137,8 @@ def call_function(
         found = call_lifted(recorder, func, args)
         if found is not None:
             return found
-    elif func is GETITEM and is_row_by_tensor(*args):
-        func = row_at if isinstance(args[0], BARE) and args[0].dim() == 2 else take_at
+    elif func is GETITEM and (taker := taker_of(*args)) is not None:
+        func = taker
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
     is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)

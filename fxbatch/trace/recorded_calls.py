@@ -59,7 +59,7 @@ class Columns:
 
     __slots__ = (
         "base", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted", "made_by",
-        "number_ids", "once", "payload", "row_calls", "settled", "sigs", "values", "views_met",
+        "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     base: int  # id of its first value
@@ -81,7 +81,8 @@ class Columns:
     # the calls that gave real tensors, by their ids, which others may have by now.
     filled: dict[object, tuple[int, int] | None]
     made_by: dict[int, Any]
-    uses: dict[tuple[object, ...], list[torch.Tensor]]  # what a call of a factory made, and became constants
+    # By call of a factory: what it made and became constants; None where values are asked for.
+    uses: dict[tuple[object, ...], list[torch.Tensor]] | None
     once: dict[int, int]  # by signature, of calls of parameters alone: the number of the value that they gave
     # By lifted signature: the numbers of the values that its numbers are.
     number_ids: dict[int, dict[float, int]]
@@ -180,7 +181,8 @@ class RecordedCalls(Columns):
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
         self.number_of: dict[int, Any] = {}  # value id -> lifted number
         self.row_calls, self.lifted, self.number_ids, self.once = {}, {}, {}, {}
-        self.filled, self.made_by, self.uses = dict.fromkeys(table.filled), {}, {}
+        self.filled, self.made_by = dict.fromkeys(table.filled), {}
+        self.uses = None if table.used is None else {}
         self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.phases = Phases(table)  # that have run
         self.heard = Heard()
@@ -337,7 +339,7 @@ class RecordedCalls(Columns):
     def let_go(self) -> list[Value]:
         """No more calls, and nothing here refers to values any more: those that the user refers to."""
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
-        self.number_ids, self.once, self.filled, self.uses = {}, {}, {}, {}
+        self.number_ids, self.once, self.filled, self.uses = {}, {}, {}, None
         self.constants.let_go()
         self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
@@ -653,7 +655,7 @@ class RecordedCalls(Columns):
         assert not self.pending, "calls that are forgotten have run"
         self.numbers, self.parameter_rows, self.row_calls = {}, {}, {}
         self.index_numbers, self.number_ids, self.once = {}, {}, {}
-        self.filled, self.made_by, self.uses = dict.fromkeys(self.table.filled), {}, {}
+        self.filled, self.made_by, self.uses = dict.fromkeys(self.table.filled), {}, None
         self.number_of, self.constants, self.settled = {}, new_constants(), None
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}

@@ -241,9 +241,8 @@ class SignatureTable:
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[object, set[int]] = {}
         self.filled: set[object] = set()  # calls of factories that give values (trace/writes.py)
-        self.used: set[object] | None = (
-            set()
-        )  # of these, whose tensors are often used; None where values are asked for
+        # Of these, whose tensors are used as they were made; None where values are asked for.
+        self.used: set[object] | None = set()
         self.computed: dict[object, int] = {}  # how often the same was computed of the same parameters
         self.uniform: dict[int, object] = {}  # lifted signature -> key of its one number, or _VARIED
         self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)

@@ -443,30 +443,21 @@ def filled(recorder: RecordedCalls, key: Any) -> object:
     return new_value(recorder, v._value, v._type, 0)
 
 
-def note_use(recorder: RecordedCalls, t: torch.Tensor) -> None:
-    """A tensor that a factory made has become a constant."""
-    recorder.uses.setdefault(recorder.made_by[id(t)], []).append(t)
-
-
 def note_uses(recorder: RecordedCalls, *, asks: bool) -> None:
     """A recording is over. Factories whose tensors were often used give values from the next one on, as long as the
     forward asks for none: what Python asks of a real tensor is at hand, of a value it is waited for."""
     table, used = recorder.table, recorder.table.used
-    if used is None:
+    if used is None or recorder.uses is None:
         return
-    for key, tensors in () if asks else recorder.uses.items():
-        t = tensors[-1]
-        if (
-            len(tensors) >= OFTEN
-            and t.dtype.is_floating_point
-            and not t.requires_grad
-            and key[0] is not _EMPTY
-        ):
-            _note_factory(recorder, key, t)
-            used.add(key)
     if asks:
         table.filled -= used
         table.used = None
+        return
+    often = {key: x[-1] for key, x in recorder.uses.items() if len(x) >= OFTEN and key not in table.filled}
+    for key, t in often.items():
+        if t.dtype.is_floating_point and not t.requires_grad and key[0] is not _EMPTY:
+            _note_factory(recorder, key, t)
+    used |= often.keys() & table.filled
 
 
 def _note_factory(recorder: RecordedCalls, key: tuple[object, ...] | None, t: torch.Tensor) -> None:
