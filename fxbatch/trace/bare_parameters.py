@@ -1,8 +1,8 @@
 """Functions of bare parameters are heard of while a forward is recorded: `self.weight @ row`, `self.table[word]`.
 
-A function is recorded when it meets a value, and what modules give are values. Where a forward has parameters of its
-own and is given plain tensors, nothing would ever be a value. So, while users' code runs, the parameters that their
-own modules hold are of a class with a `__torch_function__`:
+A function is recorded when it meets a value, and what modules give are values. Where a forward uses parameters by
+themselves and is given plain tensors, nothing would ever be a value. So, while users' code runs, parameters are of a
+class with a `__torch_function__`:
 
     recorder.heard.begin()
     weight @ row                # recorded: row is the instance's own; the weight is a shared operand
