@@ -33,7 +33,7 @@ from fxbatch.caches import Cache
 from fxbatch.ir import NOT_THERE, Program
 from fxbatch.passes.select import checksum, select_calls
 from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload
+from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, RowColumn, read_payload
 
 try:
     import cython
@@ -197,6 +197,8 @@ def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
     """int64 [payload]: equal for equal constants of a signature, and for no others."""
     if isinstance(payload, IntegerColumn):
         return payload.numbers
+    if isinstance(payload, RowColumn):
+        return payload.keys
     keys: list[Any]
     if program.signatures[s].operation.kind == "number":  # of the same type and bits: 0.0 is not -0.0
         keys = [

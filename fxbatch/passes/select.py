@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fxbatch.ir import NOT_THERE, Program
-from fxbatch.trace.constants import IntegerColumn
+from fxbatch.trace.constants import IntegerColumn, RowColumn
 
 try:
     import cython
@@ -271,7 +271,7 @@ def kept_payloads(
         mine = room[: _kept_of(program.sig, keep, s, room)]
         if len(mine) == len(payload):
             payloads_left[s] = payload
-        elif isinstance(payload, IntegerColumn):
+        elif isinstance(payload, IntegerColumn | RowColumn):
             payloads_left[s] = payload.take(mine)
         else:
             payloads_left[s] = [payload[i] for i in mine.tolist()]

@@ -337,10 +337,11 @@ class PackedColumn:
     def __init__(
         self, tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
     ) -> None:
-        self.tensor = tensor
-        self._layout, self._axes, self._lengths, self._n = layout, axes, lengths, n
         self._grad = torch.is_grad_enabled()
+        self.tensor = tensor if self._grad or not tensor.requires_grad else tensor.detach()
+        self._layout, self._axes, self._lengths, self._n = layout, axes, lengths, n
         self._parts: list[torch.Tensor] | None = None
+        self._rows: dict[bool, PackedColumn] = {}
 
     def __len__(self) -> int:
         return self._n
@@ -356,6 +357,22 @@ class PackedColumn:
             with torch.set_grad_enabled(self._grad):
                 self._parts = apart(self.tensor, self._layout, self._axes, self._lengths, self._n)
         return self._parts
+
+    def by_rows(self, *, grad: bool) -> tuple[PackedColumn, np.ndarray, np.ndarray] | None:
+        """All rows of all its tensors as a column, where those of each begin, and how many each has; None where they
+        don't lie one behind the other. grad: whether gradients go through them."""
+        if self._layout == DENSE and self.tensor.dim() > 1:
+            each = self.tensor.shape[1]
+            begins, counts = np.arange(self._n) * each, np.full(self._n, each)
+        elif self._layout == PACKED and tuple(self._axes) == (0,):
+            begins, counts = self._lengths[0].starts, self._lengths[0].sizes
+        else:
+            return None
+        if grad not in self._rows:
+            with torch.set_grad_enabled(grad):
+                tensor = self.tensor.flatten(0, 1) if self._layout == DENSE else self.tensor
+                self._rows[grad] = PackedColumn(tensor, DENSE, (), [], len(tensor))
+        return self._rows[grad], begins, counts
 
     @property
     def is_dense(self) -> bool:
@@ -382,9 +399,8 @@ class PackedColumn:
         """Stacks of the tensors at these places, so many in each; all have one shape."""
         rows = self.taken(places)
         assert isinstance(rows, PackedColumn)
-        tensor = rows.tensor if torch.is_grad_enabled() else rows.tensor.detach()
-        sizes = Lengths(np.array(counts, dtype=np.int64), tensor.device)
-        return PackedColumn(tensor, PACKED, (0,), [sizes], len(counts))
+        sizes = Lengths(np.array(counts, dtype=np.int64), rows.tensor.device)
+        return PackedColumn(rows.tensor, PACKED, (0,), [sizes], len(counts))
 
     def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
         """The sizes of these dimensions; None where other ones differ."""

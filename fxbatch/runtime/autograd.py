@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from fxbatch.torch_private import (
     inside_functorch,
     saved_tensors_are_packed,
 )
+from fxbatch.trace.constants import RowColumn, sources_of
 
 
 class MinibatchFunction(torch.autograd.Function):
@@ -71,9 +73,9 @@ def materialise(run: Run, values: Sequence[int]) -> list[torch.Tensor]:
 def mixes_constants(run: Run) -> bool:
     """Whether some constants of a type require gradients and others don't."""
     return any(
-        0 < len(differentiable_constants(phase.program, s)) < len(phase.program.constants[s])
+        0 < len(differentiable_constants(phase.program, s)) < len(sources_of(payload))
         for phase in run.phases
-        for s in phase.program.constants
+        for s, payload in phase.program.constants.items()
     )
 
 
@@ -105,8 +107,9 @@ def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> 
     for phase in run.phases:
         program = phase.program
         for s, payload in program.constants.items():
-            marks = reaching[program.first_value[np.flatnonzero(program.sig == s)]].tolist()
-            operands.update(id(t) for t, mark in zip(payload, marks, strict=True) if mark)
+            marks = reaching[program.first_value[np.flatnonzero(program.sig == s)]]
+            read = payload.take(np.flatnonzero(marks)).sources if isinstance(payload, RowColumn) else None
+            operands.update(map(id, itertools.compress(payload, marks.tolist()) if read is None else read))
     return {key: t for key, t in inputs.items() if key in operands}
 
 

@@ -64,6 +64,7 @@ from fxbatch.torch_private import (
     profiler_enabled,
     storage_of,
 )
+from fxbatch.trace.constants import RowColumn
 
 Gradients = dict[int, torch.Tensor]  # id of the tensor -> its gradient
 
@@ -469,14 +470,38 @@ class Backward:
         plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
         first = at - int(plan.step_offset[plan.step_signature == s].min())
         order = phase.plan.constant_order[s]
-        places = range(first, first + n) if order is None else order[first : first + n].tolist()
+        where = np.arange(first, first + n) if order is None else order[first : first + n]
         reaching = self.reaching[phase.program.first_value[np.flatnonzero(phase.program.sig == s)]]
+        if isinstance(payload, RowColumn):
+            self._give_rows(payload, where, np.flatnonzero(reaching[where]), grad)
+            return
         rows: Sequence[torch.Tensor] = ()
-        for row, i in enumerate(places):
+        for row, i in enumerate(where.tolist()):
             tensor = payload[i]
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and reaching[i]:
                 rows = rows or torch.ops.aten.unbind_copy(grad)  # the block is written to again
                 add_gradient(self.gradients, tensor, rows[row])
+
+    def _give_rows(
+        self, payload: RowColumn, where: np.ndarray, reaching: np.ndarray, grad: torch.Tensor
+    ) -> None:
+        """Add the gradients of rows to those of what they are rows of. reaching: those of them that lead to results."""
+        for tensor, places, numbers in payload.parts(where[reaching]):
+            if not tensor.requires_grad:
+                continue
+            is_row = numbers is not None
+            numbers = np.zeros_like(places) if numbers is None else numbers
+            order = np.argsort(numbers, kind="stable")
+            targets, bags = np.unique(numbers[order], return_index=True)
+            index, starts, into = (
+                to_device(x, grad.device) for x in (reaching[places[order]], bags, targets)
+            )
+            rows = sum_bags(grad, index, starts)
+            add_gradient(
+                self.gradients,
+                tensor,
+                torch.zeros_like(tensor).index_copy_(0, into, rows) if is_row else rows[0],
+            )
 
 
 class GradientViews:

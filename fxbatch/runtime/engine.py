@@ -31,7 +31,7 @@ from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
-from fxbatch.trace.constants import IntegerColumn, versions_of
+from fxbatch.trace.constants import IntegerColumn, sources_of, versions_of
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
@@ -266,7 +266,7 @@ class ReadyMinibatch:
         values = results.values
         program = recording.recorder.final_program(values)
         shapes = {s: program.signatures[s].outputs[0].shape for s in program.constants}
-        whole = [t for s, payload in program.constants.items() if shapes[s] for t in payload]
+        whole = [t for s, payload in program.constants.items() if shapes[s] for t in sources_of(payload)]
         versions = versions_of(whole)
         phase, renumber = run.prepare(program, values)
         operands = [

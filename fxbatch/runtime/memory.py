@@ -34,7 +34,7 @@ from fxbatch.passes.room import LINE, ArrayTable, place_arrays
 from fxbatch.runtime.operands import arena_table, clear_rows, moved
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pool import Piece, Pool
-from fxbatch.trace.constants import IntegerColumn, read_integers
+from fxbatch.trace.constants import IntegerColumn, RowColumn, read_integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -443,6 +443,9 @@ def fill_constants(
     payload of each row is, None for as recorded.
     """
     where = slice(first, first + n) if order is None else order[first : first + n]
+    if isinstance(payload, RowColumn):
+        payload.put(where, rows())
+        return
     numbers = _host_column(signature, payload, where)
     if numbers is not None and place and numbers.flags.c_contiguous:
         extension.put(place, numbers)

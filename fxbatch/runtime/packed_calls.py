@@ -35,6 +35,7 @@ from fxbatch.runtime.run import AT_HAND, HELD_APART, Run, ValueTensors
 from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
+from fxbatch.trace.constants import RowColumn
 from fxbatch.trace.table import CallArguments, Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
@@ -514,11 +515,12 @@ class _Resolution:
         self.resolved[calls] = True
 
     def take_rows(self) -> None:
-        """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`): views."""
+        """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`)."""
         p, constant = self.program, self.tensors.constant
         readers = _readers(p, self.tensors)
         readers = readers[~self.resolved[readers]]
-        rows_of: dict[bool, dict[int, Sequence[torch.Tensor]]] = {False: {}, True: {}}
+        rows_of: dict[bool, dict[int, Sequence[object]]] = {False: {}, True: {}}
+        done = np.zeros(len(p), dtype=bool)
         for s in np.unique(p.sig[readers]).tolist():
             place, grad = row_read(p.signatures[s]), p.signatures[s].modes.grad
             if place == NO_ROW:
@@ -526,24 +528,33 @@ class _Resolution:
             calls, rows = readers[p.sig[readers] == s], rows_of[grad]
             first = p.input_offsets[calls]
             sources = p.inputs[first].tolist()
-            numbers = p.inputs[first + 1].tolist() if place == LIFTED else sources
-            for c, source, number, value in zip(
-                calls.tolist(), sources, numbers, p.first_value[calls].tolist(), strict=True
-            ):
-                at = constant.get(number) if place == LIFTED else place
-                if source not in self.held or not isinstance(at, int):
+            numbers = p.inputs[first + 1].tolist() if place == LIFTED else ()
+            places = list(map(constant.get, numbers)) if place == LIFTED else [place] * len(calls)
+            values = p.first_value[calls].tolist()
+            for c, v, at, value in zip(calls.tolist(), sources, places, values, strict=True):
+                if type(at) is not int or v not in self.held:
                     continue
-                if source not in rows:
-                    whole = self.tensors.of(source, p.signatures[s].inputs[0])
-                    with torch.set_grad_enabled(grad and whole.requires_grad):
-                        rows[source] = (whole if grad else whole.detach()).unbind(0)
+                if v not in rows:
+                    rows[v] = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
                 if at == ALL:
-                    constant.update(enumerate(rows[source], value))
-                    self.tensors.marks[value : value + len(rows[source])] |= AT_HAND
+                    constant.update(enumerate(rows[v], value))
                 else:
-                    constant[value] = rows[source][at]
-                    self.tensors.marks[value] |= AT_HAND
-                self.resolved[c] = True
+                    constant[value] = rows[v][at]
+                done[c] = True
+        self.tensors.marks[p.known : p.values][done[p.call_of_value]] |= AT_HAND
+        self.resolved |= done
+
+    def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> Sequence[object]:
+        """The rows of what a packed call gave: tensors, or places in a column."""
+        x: Any = self.held[v]
+        rows = x[0].by_rows(grad=grad) if type(x) is tuple else None
+        if rows is not None:
+            column, begins, counts = rows
+            first = begins.item(x[1])
+            return [(column, i) for i in range(first, first + counts.item(x[1]))]
+        whole = self.tensors.of(v, kind)
+        with torch.set_grad_enabled(grad and whole.requires_grad):
+            return (whole if grad else whole.detach()).unbind(0)
 
     def program_left(self, table: SignatureTable, part: np.ndarray | None = None) -> Program:
         """The calls that are left, or a part of them (bool [calls]), behind constants for those values of others that
@@ -605,10 +616,14 @@ def _as_constants(
         (p, resolved), mine = earlier[i], np.flatnonzero(of == i)
         calls = p.call_of_value[values[mine] - p.known]
         instance[mine] = p.instance[calls]
-        keys = np.stack([p.sig[calls], values[mine] - p.first_value[calls], resolved[calls]], axis=1)
-        kinds, which = np.unique(keys, axis=0, return_inverse=True)
+        output = values[mine] - p.first_value[calls]
+        most = int(output.max()) + 1
+        kinds, which = np.unique(
+            (p.sig[calls].astype(np.int64) * most + output) * 2 + resolved[calls], return_inverse=True
+        )
         numbers = []
-        for s, k, apart in kinds.tolist():
+        for kind in kinds.tolist():
+            s, k, apart = kind // (2 * most), kind // 2 % most, kind % 2
             signature = p.signatures[s]
             if apart:
                 signature = table.constant(signature.outputs[k], grad=signature.modes.grad).signature
@@ -649,12 +664,25 @@ def _types_by_number(program: Program, number: np.ndarray) -> np.ndarray | None:
 
 
 def _at_hand(program: Program) -> Program:
-    """The program with the tensors that its constants are, where these are places in columns."""
+    """The program with rows of tensors, or the tensors that its constants are, where these are places in columns."""
     places = [s for s, x in program.constants.items() if type(x) is list and tuple in set(map(type, x))]
     constants = dict(program.constants)
     for s in places:
-        constants[s] = [x[0][x[1]] if type(x) is tuple else x for x in constants[s]]
+        constants[s] = _rows_at_hand(constants[s])
     return dataclasses.replace(program, constants=constants) if places else program
+
+
+def _rows_at_hand(payload: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Constants that are tensors, and places in columns."""
+    columns, rows = zip(*[x if type(x) is tuple else (x, -1) for x in payload], strict=True)
+    _, first, source = np.unique(
+        np.array(list(map(id, columns)), dtype=np.int64), return_index=True, return_inverse=True
+    )
+    sources = [columns[i] for i in first.tolist()]
+    if all(isinstance(x, torch.Tensor) or x.is_dense for x in sources):
+        tensors = [x if isinstance(x, torch.Tensor) else x.tensor for x in sources]
+        return RowColumn(tensors, source.reshape(-1), np.array(rows, dtype=np.int64))
+    return [c if i < 0 else c[i] for c, i in zip(columns, rows, strict=True)]
 
 
 def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:

@@ -37,6 +37,7 @@ from fxbatch.runtime.structure_cache import HELD, Family, FamilyTemplate, Operan
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
+from fxbatch.trace.constants import sources_of
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 
@@ -425,8 +426,8 @@ def _given_back(compiled: CompiledOperation | None, needs: tuple[bool, ...]) -> 
 
 
 def differentiable_constants(program: Program, s: int) -> list[torch.Tensor]:
-    """The tensors of a constant signature that require gradients."""
+    """The tensors that constants of a signature are, or are rows of, and that require gradients."""
     signature = program.signatures[s]
     if signature.operation.kind != "constant" or not signature.outputs[0].differentiable:
         return []
-    return [t for t in program.constants[s] if t.requires_grad]
+    return [t for t in sources_of(program.constants[s]) if t.requires_grad]

@@ -1,9 +1,10 @@
-"""Constants: integers without dimensions, as words and labels are, as a column that is read once.
+"""Constants: integers without dimensions, as words and labels are, as a column that is read once; rows of tensors.
 
 column = IntegerColumn.of([torch.tensor(17), torch.tensor(4)], torch.int64)     # None for other tensors
 column.numbers               # int64 array([17, 4])
 column[1]                    # tensor(4): in a program it stands for the list of tensors
 column.written_to()          # whether torch has written to one of them since
+RowColumn([states, start], [0, 0, 1], [3, 0, -1])   # of `states`, [7, d], two rows; and `start`, [d]
 """
 
 from __future__ import annotations
@@ -148,6 +149,79 @@ class IntegerColumn(Sequence[torch.Tensor]):
         if type(index) is slice or self._tensors is None or self._older:
             return self.tensors[index]
         return self._tensors[index if self._chosen is None else self._chosen[index]]
+
+
+class RowColumn(Sequence[torch.Tensor]):
+    """Tensors of one type, many of them rows of others, as an encoder's states are. The rows become tensors when
+    somebody asks for one; gradients go to what they are rows of."""
+
+    __slots__ = ("_unbound", "row", "source", "sources")
+
+    def __init__(self, sources: Sequence[torch.Tensor], source: np.ndarray, row: np.ndarray) -> None:
+        self.sources = sources
+        self.source = source  # int64: which of them each item is of
+        self.row = row  # int64: and which row of it; -1: it is the item
+        self._unbound: dict[int, Sequence[torch.Tensor]] = {}
+
+    @property
+    def keys(self) -> np.ndarray:
+        """int64: equal for items that are one tensor, or one row of one."""
+        return self.source * (self.row.max(initial=0) + 2) + self.row
+
+    def take(self, indices: np.ndarray) -> RowColumn:
+        """The column of these items."""
+        sources, source = np.unique(self.source[indices], return_inverse=True)
+        return RowColumn([self.sources[i] for i in sources.tolist()], source.reshape(-1), self.row[indices])
+
+    def parts(
+        self, where: slice | np.ndarray
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray, np.ndarray | None]]:
+        """Of the items there, those of one source after another: (source, which of the items, rows). rows is None where
+        the source is the item."""
+        source, row = self.source[where], self.row[where]
+        for k in np.unique(source).tolist():
+            mine = np.flatnonzero(source == k)
+            rows = row[mine]
+            yield self.sources[k], mine, None if rows[0] < 0 else rows
+
+    def put(self, where: slice | np.ndarray, out: torch.Tensor) -> None:
+        """Write the items there into the rows of `out`."""
+        for tensor, places, rows in self.parts(where):
+            if rows is None:
+                out[torch.from_numpy(places).to(out.device)] = tensor
+                continue
+            index = torch.from_numpy(rows).to(tensor.device)
+            first, last = places.item(0), places.item(-1)
+            if last - first + 1 == len(places):
+                torch.index_select(tensor, 0, index, out=out[first : last + 1])
+            else:
+                at = torch.from_numpy(places).to(out.device)
+                out.index_copy_(0, at, tensor.index_select(0, index))
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
+    def __getitem__(self, index: Any) -> object:
+        if type(index) is slice:
+            return [self[i] for i in range(*index.indices(len(self)))]
+        k, row = self.source.item(index), self.row.item(index)
+        tensor = self.sources[k]
+        if row < 0:
+            return tensor
+        rows = self._unbound.get(k)
+        if rows is None:
+            with torch.set_grad_enabled(tensor.requires_grad):
+                rows = self._unbound[k] = tensor.unbind(0)
+        return rows[row]
+
+
+def sources_of(payload: Sequence[Any]) -> Sequence[Any]:
+    """The tensors that constants are, or are rows of: those that gradients of them go to."""
+    return payload.sources if isinstance(payload, RowColumn) else payload
 
 
 def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: bool) -> IntegerColumn | None:

@@ -19,6 +19,7 @@ from fxbatch.errors import InternalWarning
 from fxbatch.ragged import check
 from fxbatch.runtime import packed_calls
 from fxbatch.runtime.packed_calls import CallFamily
+from fxbatch.trace.constants import RowColumn
 from tests.oracle import check_equal
 
 
@@ -222,6 +223,51 @@ def test_rows_that_are_read_without_gradients_have_none(read: str) -> None:
     model.read = read
     for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 8)):
         check_equal(model, [Sentence(n) for n in sizes])
+
+
+class TwoEncoders(Parser):
+    """Rows of what two encoders give, and tensors of the instance of their type; some rows are read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LogSigmoid())
+        self.start = nn.Parameter(torch.randn(8))
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        words = self.embed(s.words)
+        x, y = self.encoder(words), self.other.forward(self.encoder(words))
+        h = self.start
+        for i in range(len(s.words)):
+            h = torch.tanh(self.cell(torch.cat([h, x[i] if i % 2 else y[i]])))
+        for t in (*s.brought, y[0], x[-1]):  # type: ignore[attr-defined]
+            h = h + torch.tanh(self.cell(torch.cat([t, h])))
+        return self.out(h)
+
+
+def test_rows_of_several_encoders_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TwoEncoders().double()
+    columns: list[Any] = []
+    plain = packed_calls._rows_at_hand
+    monkeypatch.setattr(packed_calls, "_rows_at_hand", lambda x: columns.append(plain(x)) or columns[-1])
+    for sizes in (FIRST, (4, 1, 9, 6, 3), (30, 2, 8, 8)):
+        batch = [Sentence(n) for n in sizes]
+        for n, s in zip(sizes, batch, strict=True):
+            s.brought = [torch.randn(8, dtype=torch.float64), model.start.detach() * n]  # type: ignore[attr-defined]
+            if n == 3:
+                s.brought[0].requires_grad_()  # type: ignore[attr-defined]
+        columns.clear()
+        check_equal(model, batch)
+        brought = batch[0].brought[0]  # type: ignore[attr-defined]
+        brought.grad = None
+        model(batch).square().sum().backward()
+        if brought.requires_grad:
+            own, brought.grad = brought.grad, None
+            with fxbatch.disabled():
+                model(batch).square().sum().backward()
+            torch.testing.assert_close(own, brought.grad)
+    rows = [x for x in columns if isinstance(x, RowColumn) and (x.row >= 0).any()]
+    assert rows and max(len(x.sources) for x in rows) > 1
 
 
 class OldVariables(Parser):

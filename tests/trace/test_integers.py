@@ -11,7 +11,7 @@ import torch
 
 import fxbatch
 from fxbatch.trace import constants, module_state, traces
-from fxbatch.trace.constants import IntegerColumn, read_integers
+from fxbatch.trace.constants import IntegerColumn, RowColumn, read_integers, sources_of
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 from tests import models as M
@@ -26,6 +26,26 @@ def test_numbers_are_read_at_once(dtype: torch.dtype) -> None:
     tensors[2].zero_()
     found = read_integers(tensors, dtype)
     assert found is not None and found.tolist() == [t.item() for t in tensors]
+
+
+def test_rows_of_tensors_are_a_column() -> None:
+    table, other, whole = torch.randn(5, 3, requires_grad=True), torch.randn(2, 3), torch.randn(3)
+    items = [table[4], other[1], table[0], whole, table[4], other[0]]
+    column = RowColumn([table, other, whole], np.array([0, 1, 0, 2, 0, 1]), np.array([4, 1, 0, -1, 4, 0]))
+    for found, expected in zip(column, items, strict=True):
+        assert torch.equal(found, expected) and found.requires_grad == expected.requires_grad
+    assert torch.equal(torch.stack(column[1:4]), torch.stack(items[1:4]))
+    assert len(set(column.keys.tolist())) == 5 and column.keys[0] == column.keys[4]
+    for where in (slice(0, 6), slice(2, 3), np.array([5, 3, 1, 0, 2]), np.array([0, 4])):
+        chosen = np.arange(6)[where]
+        out = torch.full((len(chosen), 3), torch.nan)
+        with torch.no_grad():
+            column.put(where, out)
+        assert torch.equal(out, torch.stack([items[i] for i in chosen.tolist()]))
+        taken = column.take(chosen)
+        assert torch.equal(torch.stack(list(taken)), out)
+        assert len(taken.sources) == len(set(column.source[chosen].tolist()))
+    assert list(map(id, sources_of(column))) == list(map(id, (table, other, whole)))
 
 
 def test_what_has_no_number_to_read() -> None:
