@@ -36,7 +36,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, POSITIONS, Value, WrittenTensor, refresh, value_of
+from fxbatch.trace.values import CONSTANT, GETITEM, POSITIONS, Value, WrittenTensor, refresh, value_of
 
 # Rows of parameters that are chosen in Python (`self.embed.weight[word]`, `transitions[a, b]`) become look-ups with
 # the row's number as an input, so that calls with other rows share their launches. A parameter whose rows are few (one
@@ -353,13 +353,24 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
         if view is not None:
             return view
         if _is_row(args, func) and 0 <= args[1] < heard.tables.get((id(args[0]), mode), 0):
-            with DisableTorchFunctionSubclass():
-                return _heard_view(heard, key, args[0][args[1]], _looked_up(recorder, *args, 1))
+            return _row_of_table(recorder, *args)
     with DisableTorchFunctionSubclass():
         recorded = _is_recorded(recorder, func, args, kwargs)
     if recorded:
         return recorder.call(func, args, kwargs)
     return _of_parameters(recorder, key, func, args, kwargs)
+
+
+def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Any:
+    """A row of a table of which many were met, as a value that nobody may write to; in C from the next one on."""
+    value = _looked_up(recorder, table, row, 1)
+    value._flags |= CONSTANT
+    args = table, recorder.number(row, torch.int64, table.device), 1
+    with DisableTorchFunctionSubclass():
+        entry = recorder.knowledge.functions.get((take_parameter_row, *Arguments(recorder, args, {}).key()))
+    if type(entry) is Entry:
+        recorder.remember(GETITEM, (table, row), {}, entry, any_number=True)
+    return value
 
 
 def _is_row(args: tuple[object, ...], func: object) -> TypeGuard[tuple[torch.Tensor, int]]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import fxbatch
-from fxbatch.errors import BatchCoupledError
+from fxbatch.errors import BatchCoupledError, InPlaceError
 from fxbatch.trace import arguments, calls, torch_patches
 from fxbatch.trace.arguments import MANY_ROWS, take_parameter_row
 from fxbatch.trace.state import _fast
+from fxbatch.trace.values import GETITEM
 from tests.oracle import check_equal
 from tests.trace.made import value
 
@@ -190,7 +191,54 @@ def test_of_a_table_whose_rows_are_looked_up_one_row_a_minibatch_is_looked_at(
         check_equal(model, *minibatch())
     looked.clear()
     model(*minibatch())
-    assert len(looked) == 2, "one with gradients and one without"
+    assert len(looked) == 1, "of those without gradients, for which the mode changes"
+
+
+class RowsByNumber(Model):
+    """Rows of a table by numbers, some counted from the end; one may be written to, or not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 4)
+
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        h = x
+        for r in rows:
+            row = self.embed.weight[abs(r)]
+            if r < 0:
+                row = self.embed.weight[r]
+            if r == 39:
+                row.mul_(2)  # of the table, which all share
+            h = torch.tanh(h + row)
+        return h
+
+
+def test_rows_of_a_table_by_other_numbers_are_recorded_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decorated(RowsByNumber)
+    x = list(torch.randn(6, 4))
+    batches = [[[(7 * i + 3 * k + step) % 39 for k in range(5)] for i in range(6)] for step in range(4)]
+    for rows in batches[:3]:
+        check_equal(model, x, rows)
+    calls: list[object] = []
+    plain = arguments.call_of_bare
+    monkeypatch.setattr(arguments, "call_of_bare", lambda func, *a: (calls.append(func), plain(func, *a))[1])
+    torch.testing.assert_close(
+        model(x, batches[3]), torch.stack([_alone(model, *z) for z in zip(x, batches[3])])
+    )
+    if _fast is not None:
+        assert GETITEM not in calls
+    check_equal(model, x, [[3, -1, 0, -39], [5], [], [38, -2], [0], [1, 2]])
+    with pytest.raises(IndexError, match="out of bounds"):
+        model(x, [[3], [40], [1], [2], [3], [4]])
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(InPlaceError, match=r"written to|writes through a view"):
+            model(x, [[39], [2], [1], [2], [3], [4]])
+
+
+def _alone(model: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    with fxbatch.disabled():
+        out: torch.Tensor = model([x], [rows])[0]
+    return out
 
 
 def test_few_rows_and_matrices_stay_views() -> None:
