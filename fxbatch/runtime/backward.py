@@ -373,6 +373,7 @@ class Backward:
         self.rows = self.template.take(memory, self.plan.capacity)
         self._views: dict[int, GradientViews] = {}
         self.gradients: Gradients = {}
+        self.of_rows: Gradients = {}  # of tensors that rows were read of
 
     def write(self, requests: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
@@ -497,11 +498,15 @@ class Backward:
                 to_device(x, grad.device) for x in (reaching[places[order]], bags, targets)
             )
             rows = sum_bags(grad, index, starts)
-            add_gradient(
-                self.gradients,
-                tensor,
-                torch.zeros_like(tensor).index_copy_(0, into, rows) if is_row else rows[0],
-            )
+            if not is_row:
+                add_gradient(self.gradients, tensor, rows[0])
+                continue
+            whole = self.of_rows.get(id(tensor))
+            if whole is None:
+                before = self.gradients.get(id(tensor))
+                whole = torch.zeros_like(tensor) if before is None else before.clone()
+                self.of_rows[id(tensor)] = self.gradients[id(tensor)] = whole
+            whole.index_add_(0, into, rows)  # each row once: in one order
 
 
 class GradientViews:
