@@ -343,6 +343,11 @@ class PackedColumn:
         self._parts: list[torch.Tensor] | None = None
         self._rows: dict[bool, PackedColumn] = {}
 
+    @staticmethod
+    def of_rows(tensor: torch.Tensor) -> PackedColumn:
+        """The rows of a tensor."""
+        return PackedColumn(tensor, DENSE, (), [], len(tensor))
+
     def __len__(self) -> int:
         return self._n
 
@@ -371,7 +376,7 @@ class PackedColumn:
         if grad not in self._rows:
             with torch.set_grad_enabled(grad):
                 tensor = self.tensor.flatten(0, 1) if self._layout == DENSE else self.tensor
-                self._rows[grad] = PackedColumn(tensor, DENSE, (), [], len(tensor))
+                self._rows[grad] = PackedColumn.of_rows(tensor)
         return self._rows[grad], begins, counts
 
     @property

@@ -472,12 +472,24 @@ class _Resolution:
         return columns
 
     def places(self, values: Sequence[int]) -> tuple[PackedColumn, list[int]] | None:
-        """The packed column that has all these values, and where; None if there is none."""
+        """The column that has all these values, and where; None if there is none."""
+        if self.run is not None and not self.tensors.marks[values].any():
+            return self._rows_in_memory(self.run, values)
         held, constant = self.held, self.tensors.constant
         every = [held[v] if v in held else constant.get(v) for v in values]
         column: PackedColumn | None = every[0][0] if isinstance(every[0], tuple) else None
         at = [x[1] for x in every if isinstance(x, tuple) and x[0] is column]
         return None if column is None or len(at) < len(every) else (column, at)
+
+    def _rows_in_memory(self, run: Run, values: Sequence[int]) -> tuple[PackedColumn, list[int]] | None:
+        """Values of one type in the run's memory, as a column."""
+        from fxbatch.ragged.packed_function import PackedColumn
+
+        number = self.number[values]
+        kinds = run.value_type[number]
+        if (kinds != kinds[:1]).any():
+            return None
+        return PackedColumn.of_rows(run.rows(number).detach()), list(range(len(values)))
 
     def tensors_of(self, values: Sequence[int], types: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """Values that are at hand, or in the run's memory."""
@@ -821,22 +833,25 @@ def _run_first(
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
-    tensors = _run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment)))
+    rows = _run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment)))
     work = _Resolution(program, ValueTensors())
-    work.held.update(zip(values.tolist(), tensors, strict=True))
+    work.held.update(zip(values.tolist(), rows, strict=True))
     work.resolved |= ran
     return eliminate_dead(work.program_left(table))
 
 
-def _run(run: Run, program: Program) -> list[torch.Tensor]:
-    """The outputs of a program, attached to autograd."""
+def _run(run: Run, program: Program) -> list[object]:
+    """The outputs of a program, attached to autograd: places in columns."""
+    from fxbatch.ragged.packed_function import PackedColumn
+
     part = Run(run.planner, grad=run.grad)
     run.segments.append(part)
     renumber = part.finish(program, program.outputs)
 
-    def attached(requests: list[np.ndarray]) -> Iterator[list[torch.Tensor]]:
+    def attached(requests: list[np.ndarray]) -> Iterator[list[object]]:
         for values, rows in zip(requests, take_results(part, requests), strict=True):
             needs = part.value_needs[values].tolist()
-            yield [row if need else row.detach() for row, need in zip(rows.unbind(0), needs, strict=True)]
+            columns = [PackedColumn.of_rows(x) for x in ((rows.detach(), rows) if any(needs) else (rows,))]
+            yield [(columns[need], i) for i, need in enumerate(needs)]
 
     return part.by_type(renumber(program.outputs), attached)
