@@ -490,23 +490,20 @@ class Backward:
         for tensor, places, numbers in payload.parts(where[reaching]):
             if not tensor.requires_grad:
                 continue
-            is_row = numbers is not None
-            numbers = np.zeros_like(places) if numbers is None else numbers
             order = np.argsort(numbers, kind="stable")
             targets, bags = np.unique(numbers[order], return_index=True)
             index, starts, into = (
                 to_device(x, grad.device) for x in (reaching[places[order]], bags, targets)
             )
-            rows = sum_bags(grad, index, starts)
-            if not is_row:
-                add_gradient(self.gradients, tensor, rows[0])
-                continue
             whole = self.of_rows.get(id(tensor))
             if whole is None:
                 before = self.gradients.get(id(tensor))
                 whole = torch.zeros_like(tensor) if before is None else before.clone()
                 self.of_rows[id(tensor)] = self.gradients[id(tensor)] = whole
-            whole.index_add_(0, into, rows)  # each row once: in one order
+            whole.index_add_(0, into, sum_bags(grad, index, starts))  # each row once: in one order
+        for tensor, place in zip(*payload.alone(where[reaching]), strict=True):
+            if tensor.requires_grad:
+                add_gradient(self.gradients, tensor, grad[reaching[place]].clone())
 
 
 class GradientViews:

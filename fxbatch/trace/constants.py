@@ -173,23 +173,24 @@ class RowColumn(Sequence[torch.Tensor]):
         sources, source = np.unique(self.source[indices], return_inverse=True)
         return RowColumn([self.sources[i] for i in sources.tolist()], source.reshape(-1), self.row[indices])
 
-    def parts(
-        self, where: slice | np.ndarray
-    ) -> Iterator[tuple[torch.Tensor, np.ndarray, np.ndarray | None]]:
-        """Of the items there, those of one source after another: (source, which of the items, rows). rows is None where
-        the source is the item."""
+    def alone(self, where: slice | np.ndarray) -> tuple[list[torch.Tensor], np.ndarray]:
+        """Of the items there, those that are no rows, and which they are."""
+        places = np.flatnonzero(self.row[where] < 0)
+        return [self.sources[k] for k in self.source[where][places].tolist()], places
+
+    def parts(self, where: slice | np.ndarray) -> Iterator[tuple[torch.Tensor, np.ndarray, np.ndarray]]:
+        """Of the items there, the rows of one source after another: (source, which of the items, rows)."""
         source, row = self.source[where], self.row[where]
-        for k in np.unique(source).tolist():
-            mine = np.flatnonzero(source == k)
-            rows = row[mine]
-            yield self.sources[k], mine, None if rows[0] < 0 else rows
+        for k in np.unique(source[row >= 0]).tolist():
+            places = np.flatnonzero(source == k)
+            yield self.sources[k], places, row[places]
 
     def put(self, where: slice | np.ndarray, out: torch.Tensor) -> None:
         """Write the items there into the rows of `out`."""
+        tensors, places = self.alone(where)
+        if tensors:
+            out.index_copy_(0, torch.from_numpy(places).to(out.device), torch.stack(tensors).to(out.device))
         for tensor, places, rows in self.parts(where):
-            if rows is None:
-                out[torch.from_numpy(places).to(out.device)] = tensor
-                continue
             index = torch.from_numpy(rows).to(tensor.device)
             first, last = places.item(0), places.item(-1)
             if last - first + 1 == len(places):
