@@ -553,17 +553,17 @@ class _Resolution:
                 else:
                     constant[value] = rows[v][at]
                 done[c] = True
-        self.tensors.marks[p.known : p.values][done[p.call_of_value]] |= AT_HAND
+        self.tensors.marks[np.flatnonzero(done[p.call_of_value]) + p.first_value[0]] |= AT_HAND
         self.resolved |= done
 
     def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> Sequence[object]:
         """The rows of what a packed call gave: tensors, or places in a column."""
-        x: Any = self.held[v]
-        rows = x[0].by_rows(grad=grad) if type(x) is tuple else None
-        if rows is not None:
+        x = self.held[v]
+        column, i = x if isinstance(x, tuple) else (None, 0)
+        if column is not None and (rows := column.by_rows(grad=grad)) is not None:
             column, begins, counts = rows
-            first = begins.item(x[1])
-            return [(column, i) for i in range(first, first + counts.item(x[1]))]
+            first = begins.item(i)
+            return [(column, row) for row in range(first, first + counts.item(i))]
         whole = self.tensors.of(v, kind)
         with torch.set_grad_enabled(grad and whole.requires_grad):
             return (whole if grad else whole.detach()).unbind(0)
@@ -684,7 +684,7 @@ def _at_hand(program: Program) -> Program:
     return dataclasses.replace(program, constants=constants) if places else program
 
 
-def _rows_at_hand(payload: Sequence[Any]) -> Sequence[torch.Tensor]:
+def _rows_at_hand(payload: Sequence[object]) -> Sequence[torch.Tensor]:
     """Constants that are tensors, and places in columns."""
     columns, rows = zip(*[x if type(x) is tuple else (x, -1) for x in payload], strict=True)
     _, first, source = np.unique(

@@ -361,9 +361,9 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     return _of_parameters(recorder, key, func, args, kwargs)
 
 
-def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Any:
+def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Value:
     """A row of a table of which many were met, as a value that nobody may write to; in C from the next one on."""
-    value = _looked_up(recorder, table, row, 1)
+    value: Value = _looked_up(recorder, table, row, 1)
     value._flags |= CONSTANT
     args = table, recorder.number(row, torch.int64, table.device), 1
     with DisableTorchFunctionSubclass():

@@ -206,8 +206,8 @@ class RowColumn(Sequence[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor: ...
     @overload
     def __getitem__(self, index: slice) -> list[torch.Tensor]: ...
-    def __getitem__(self, index: Any) -> object:
-        if type(index) is slice:
+    def __getitem__(self, index: int | slice) -> torch.Tensor | list[torch.Tensor]:
+        if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         k, row = self.source.item(index), self.row.item(index)
         tensor = self.sources[k]
@@ -220,7 +220,7 @@ class RowColumn(Sequence[torch.Tensor]):
         return rows[row]
 
 
-def sources_of(payload: Sequence[Any]) -> Sequence[Any]:
+def sources_of(payload: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors that constants are, or are rows of: those that gradients of them go to."""
     return payload.sources if isinstance(payload, RowColumn) else payload
 
