@@ -34,7 +34,7 @@ from fxbatch.passes.room import LINE, ArrayTable, place_arrays
 from fxbatch.runtime.operands import arena_table, clear_rows, moved
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pool import Piece, Pool
-from fxbatch.trace.constants import IntegerColumn, RowColumn, read_integers
+from fxbatch.trace.constants import IntegerColumn, RowColumn, holds_integer, read_integers
 
 
 @dataclass(frozen=True, eq=False)
@@ -453,7 +453,7 @@ def fill_constants(
     out = rows()
     items = payload[where] if isinstance(where, slice) else [payload[i] for i in where.tolist()]
     if numbers is not None:
-        out.copy_(torch.from_numpy(numbers))
+        out.copy_(torch.from_numpy(numbers).reshape(out.shape))
     elif signature.operation.kind == "number":
         out.copy_(move(torch.tensor(items, dtype=out.dtype, device="cpu"), out.device))
     elif len(items) == 1:
@@ -467,9 +467,13 @@ def fill_constants(
 def _host_column(
     signature: Signature, payload: Sequence[object], where: slice | np.ndarray
 ) -> np.ndarray | None:
-    """Tensors on the CPU without dimensions as an array of their type; None for all others."""
+    """Tensors on the CPU without dimensions, or of one integer, as an array of their type; None for all others."""
     kind = signature.outputs[0]
-    if kind.shape or kind.device.type != "cpu" or signature.operation.kind == "number":
+    if (
+        (kind.shape and not holds_integer(kind))
+        or kind.device.type != "cpu"
+        or signature.operation.kind == "number"
+    ):
         return None
     dtype = _NUMBERS.get(kind.dtype)
     if dtype is None:

@@ -141,11 +141,14 @@ static int kind_from(PyObject *t, Kind *kind, Described *described)
     return 1;
 }
 
-/* The integer that a tensor without dimensions on the CPU holds; 0 where it holds something else. */
+/* The integer that a tensor of one element on the CPU holds; 0 where it holds something else. */
 static int integer_in(const Described *t, int64_t *number)
 {
-    if (t->device.type != DLPACK_CPU || t->ndim || !t->data || t->dtype.lanes != 1)
+    if (t->device.type != DLPACK_CPU || !t->data || t->dtype.lanes != 1)
         return 0;
+    for (int32_t d = 0; d < t->ndim; d++)
+        if (t->shape[d] != 1)
+            return 0;
     const void *held = (const char *)t->data + t->byte_offset;
     switch (t->dtype.code << 8 | t->dtype.bits) {
     case DLPACK_INT << 8 | 64: *number = *(const int64_t *)held; return 1;
@@ -192,7 +195,7 @@ typedef struct {
     PyObject *tensor, *value; /* a reference to each; value NULL when the recording is over */
     int64_t version, type;    /* version: when it was met, -1 where nobody counts */
     Py_ssize_t place;         /* among the constants of its signature, of the phase */
-    int64_t number;           /* where `is_read`: what it held when it was met, an integer without dimensions */
+    int64_t number;           /* where `is_read`: what it held when it was met, one integer */
     int is_read;
 } Constant;
 
@@ -237,7 +240,7 @@ static int constants_reserve(Constants *c)
     return 0;
 }
 
-/* A tensor was met; -1 on error. number: what it holds, NULL where that is no integer without dimensions. */
+/* A tensor was met; -1 on error. number: what it holds, NULL where that is not one integer. */
 static int constants_put(Constants *c, PyObject *t, PyObject *value, int64_t version, Py_ssize_t place, const int64_t *number)
 {
     if (constants_reserve(c) < 0)

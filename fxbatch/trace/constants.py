@@ -1,4 +1,4 @@
-"""Constants: integers without dimensions, as words and labels are, as a column that is read once; rows of tensors.
+"""Constants: integers, one in each tensor, as words and labels are, as a column that is read once; rows of tensors.
 
 column = IntegerColumn.of([torch.tensor(17), torch.tensor(4)], torch.int64)     # None for other tensors
 column.numbers               # int64 array([17, 4])
@@ -25,8 +25,13 @@ INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)  # others (fake tensors, say) may have no numbers
 
 
+def holds_integer(t: TensorSpec) -> bool:
+    """Whether tensors of a type hold one integer (or bool) each."""
+    return t.dtype in INTEGERS and all(n == 1 for n in t.shape)
+
+
 def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray | None:
-    """The numbers of tensors of one integer type (or bool) and no dimensions, int64, 0.1 us each, without a launch.
+    """The numbers of tensors of one integer (or bool) each, of one type, int64, 0.1 us each, without a launch.
 
     None where that can't be done: other types, another device, subclasses of Tensor.
     """
@@ -37,7 +42,7 @@ def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray
         return numbers if _fast.read_integers(tensors, numbers) else None
     if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
         return None
-    return torch.stack(tensors).numpy().astype(np.int64) if tensors else np.empty(0, np.int64)
+    return torch.stack(tensors).numpy().astype(np.int64).reshape(-1) if tensors else np.empty(0, np.int64)
 
 
 def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
@@ -67,7 +72,7 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
     @staticmethod
     def of(tensors: list[torch.Tensor], dtype: torch.dtype, *, watched: bool = True) -> IntegerColumn | None:
-        """The column of tensors of one type without dimensions; None where they can't be read.
+        """The column of tensors of one type and one element; None where they can't be read.
 
         watched: whether it says later if one was written to.
         """
@@ -95,10 +100,9 @@ class IntegerColumn(Sequence[torch.Tensor]):
 
     @staticmethod
     def of_rows(tensors: Sequence[torch.Tensor], rows: Sequence[np.ndarray]) -> IntegerColumn:
-        """The column of these rows of each of some plain tensors of one dimension on the CPU."""
-        column = IntegerColumn(
-            np.concatenate([t.numpy()[i] for t, i in zip(tensors, rows, strict=True)]), None
-        )
+        """The column of these rows, of one element, of each of some plain tensors on the CPU."""
+        numbers = [t.numpy()[i].reshape(-1) for t, i in zip(tensors, rows, strict=True)]
+        column = IntegerColumn(np.concatenate(numbers), None)
         column._rows = list(zip(tensors, rows, strict=True))
         return column
 
@@ -129,7 +133,8 @@ class IntegerColumn(Sequence[torch.Tensor]):
         if self._older and chosen:
             now = read_integers(chosen, chosen[0].dtype)
             if now is None or not np.array_equal(now, self.numbers):
-                chosen = list(torch.tensor(self.numbers, dtype=chosen[0].dtype).unbind(0))
+                written = torch.tensor(self.numbers, dtype=chosen[0].dtype)
+                chosen = list(written.reshape(-1, *chosen[0].shape).unbind(0))
             self._tensors, self._chosen, self._older = chosen, None, False
         elif self._chosen is None:
             self._tensors = tensors
@@ -229,6 +234,6 @@ def read_payload(t: TensorSpec, kind: str, payload: Sequence[Any], *, watched: b
     """The payload of a constant of type t as a column; None where its numbers can't be read."""
     if isinstance(payload, IntegerColumn):
         return payload
-    if kind != "constant" or t.shape or t.device.type != "cpu" or t.dtype not in INTEGERS:
+    if kind != "constant" or not holds_integer(t) or t.device.type != "cpu":
         return None
     return IntegerColumn.of(payload if type(payload) is list else list(payload), t.dtype, watched=watched)

@@ -45,7 +45,7 @@ from fxbatch.ir import (
 )
 from fxbatch.signature import OperationKind
 from fxbatch.torch_private import DisableTorchFunctionSubclass
-from fxbatch.trace.constants import INTEGERS
+from fxbatch.trace.constants import holds_integer
 from fxbatch.trace.operations import BodyRun
 
 _BY_VALUE = (
@@ -230,9 +230,7 @@ class SignatureTable:
         self.types: list[TensorSpec] = []  # in the order of Program.types
         self.sizes: list[torch.Size] = []  # shape of each type
         self.type_ids: dict[TensorSpec, int] = {}
-        self.integers: dict[
-            int, int
-        ] = {}  # types of constants that are integers without dimensions, by signature
+        self.integers: dict[int, int] = {}  # types of constants that are an integer each, by signature
         self.entries: dict[Hashable, Any] = {}  # whole key -> Entry, or a reason why there is none
         self.modules: dict[Hashable, Any] = {}  # module records of trace/modules.py
         self.functions: dict[int, list[Any]] = {}  # users' functions with each content met, last first
@@ -324,7 +322,7 @@ class SignatureTable:
     def constant(self, t: TensorSpec, *, grad: bool = True) -> Entry:
         """The signature of constants of type t. grad: whether any may require gradients."""
         entry = self._given(("constant", t) if grad else ("constant", t, grad), "constant", lambda: t)
-        if not t.shape and t.dtype in INTEGERS:
+        if holds_integer(t):
             self.integers[entry.sid] = entry.types[0]
         return entry
 

@@ -15,6 +15,7 @@ from fxbatch.trace.constants import IntegerColumn, RowColumn, read_integers, sou
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 from tests import models as M
+from tests.oracle import check_equal
 
 TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -58,6 +59,58 @@ def test_what_has_no_number_to_read() -> None:
     assert IntegerColumn.of([torch.tensor(1), without_version], torch.int64) is None
     found = IntegerColumn.of([torch.tensor(1), without_version], torch.int64, watched=False)
     assert found is not None and found.numbers.tolist() == [1, 3] and not found.written_to()
+
+
+class WordsOfOneElement(torch.nn.Module):
+    """`torch.LongTensor([word])`, as old code has it, and a mask, of one element each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = torch.nn.Embedding(20, 4), torch.nn.Linear(4, 3)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, words: list[int], flags: list[bool], write: bool) -> torch.Tensor:
+        loss: Any = 0.0
+        for k, (word, flag) in enumerate(zip(words, flags, strict=True)):
+            index, label = torch.LongTensor([word]), torch.tensor([[word % 3]])
+            h = torch.tanh(self.embed(index)) * torch.tensor([flag])
+            if write and k == 1:
+                index.fill_(0)  # what was recorded has read it
+            loss = loss + torch.nn.functional.cross_entropy(self.out(h), label[0]) + h.sum()
+        return loss  # type: ignore[no-any-return]
+
+
+def test_integers_of_one_element_are_read_as_those_without_dimensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = WordsOfOneElement()
+    read: list[int] = []
+    plain = IntegerColumn.met
+    monkeypatch.setattr(IntegerColumn, "met", lambda t, n: (read.append(t[0].dim()), plain(t, n))[1])
+    for step in range(3):
+        words = [[(3 * i + k * step) % 20 for k in range(1 + i)] for i in range(5)]
+        flags = [[(k + i) % 2 == 0 for k in range(1 + i)] for i in range(5)]
+        check_equal(model, words, flags, [False] * 5)
+        writes = [bool(i % 2) for i in range(5)]
+        with torch.no_grad():
+            batched = model(words, flags, writes)
+            with fxbatch.disabled():
+                torch.testing.assert_close(batched, model(words, flags, writes))
+    if _fast is not None:
+        assert 1 in read
+
+
+def test_rows_and_columns_of_one_element() -> None:
+    tensors = [torch.tensor([k]) for k in range(5)] + [torch.tensor([7])]
+    assert read_integers(tensors, torch.int64).tolist() == [0, 1, 2, 3, 4, 7]  # type: ignore[union-attr]
+    assert read_integers([torch.tensor([1, 2])], torch.int64) is None
+    column = IntegerColumn.of_rows(
+        [torch.tensor([[4], [5]]), torch.tensor([[6]])], [np.array([1]), np.array([0])]
+    )
+    assert column.numbers.tolist() == [5, 6] and [t.tolist() for t in column] == [[5], [6]]
+    met = IntegerColumn.met(tensors[:2], np.array([0, 1]))
+    tensors[1].fill_(9)
+    assert [t.tolist() for t in met] == [[0], [1]]
 
 
 def test_a_column_stands_for_its_tensors() -> None:
