@@ -209,7 +209,9 @@ def _contents(program: Program, s: int, payload: Sequence[Any]) -> np.ndarray:
     else:  # of the same bits; those that require a gradient are equal to themselves alone
         rows = torch.stack(list(payload)).detach().reshape(len(payload), -1).resolve_conj().resolve_neg()
         bits = rows.contiguous().view(torch.uint8).numpy()
-        keys = bits.view(f"S{bits.shape[1]}").reshape(-1).tolist()  # without the last zeros, of one length each
+        keys = (
+            bits.view(f"S{bits.shape[1]}").reshape(-1).tolist()
+        )  # without the last zeros, of one length each
         keys = [id(t) if t.requires_grad else key for t, key in zip(payload, keys, strict=True)]
     first: dict[Any, int] = {}
     return np.array([first.setdefault(key, i) for i, key in enumerate(keys)], dtype=np.int64)

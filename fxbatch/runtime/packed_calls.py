@@ -686,15 +686,15 @@ def _at_hand(program: Program) -> Program:
 
 def _rows_at_hand(payload: Sequence[object]) -> Sequence[torch.Tensor]:
     """Constants that are tensors, and places in columns."""
-    columns, rows = zip(*[x if type(x) is tuple else (x, -1) for x in payload], strict=True)
-    _, first, source = np.unique(
-        np.array(list(map(id, columns)), dtype=np.int64), return_index=True, return_inverse=True
-    )
+    columns: list[Any] = [x[0] if type(x) is tuple else x for x in payload]
+    rows = np.array([x[1] if type(x) is tuple else -1 for x in payload], dtype=np.int64)
+    ids = np.array(list(map(id, columns)), dtype=np.int64)
+    _, first, source = np.unique(ids, return_index=True, return_inverse=True)
     sources = [columns[i] for i in first.tolist()]
     if all(isinstance(x, torch.Tensor) or x.is_dense for x in sources):
         tensors = [x if isinstance(x, torch.Tensor) else x.tensor for x in sources]
-        return RowColumn(tensors, source.reshape(-1), np.array(rows, dtype=np.int64))
-    return [c if i < 0 else c[i] for c, i in zip(columns, rows, strict=True)]
+        return RowColumn(tensors, source.reshape(-1), rows)
+    return [c if i < 0 else c[i] for c, i in zip(columns, rows.tolist(), strict=True)]
 
 
 def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
