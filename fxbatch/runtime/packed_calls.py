@@ -684,17 +684,19 @@ def _at_hand(program: Program) -> Program:
     return dataclasses.replace(program, constants=constants) if places else program
 
 
-def _rows_at_hand(payload: Sequence[object]) -> Sequence[torch.Tensor]:
+def _rows_at_hand(
+    payload: Sequence[torch.Tensor | tuple[PackedColumn, int]],
+) -> Sequence[torch.Tensor]:
     """Constants that are tensors, and places in columns."""
-    columns: list[Any] = [x[0] if type(x) is tuple else x for x in payload]
-    rows = np.array([x[1] if type(x) is tuple else -1 for x in payload], dtype=np.int64)
+    columns = [x[0] if isinstance(x, tuple) else x for x in payload]
+    rows = np.array([x[1] if isinstance(x, tuple) else -1 for x in payload], dtype=np.int64)
     ids = np.array(list(map(id, columns)), dtype=np.int64)
     _, first, source = np.unique(ids, return_index=True, return_inverse=True)
     sources = [columns[i] for i in first.tolist()]
     if all(isinstance(x, torch.Tensor) or x.is_dense for x in sources):
         tensors = [x if isinstance(x, torch.Tensor) else x.tensor for x in sources]
         return RowColumn(tensors, source.reshape(-1), rows)
-    return [c if i < 0 else c[i] for c, i in zip(columns, rows.tolist(), strict=True)]
+    return [c if isinstance(c, torch.Tensor) else c[i] for c, i in zip(columns, rows.tolist(), strict=True)]
 
 
 def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
