@@ -727,7 +727,7 @@ static struct {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
-    {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
+    {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"sync_modes", &slow_sync}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
     {"filled", &slow_filled}, {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},

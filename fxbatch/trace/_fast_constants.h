@@ -572,9 +572,22 @@ static int default_dtype_is(PyObject *expected)
     return known == expected;
 }
 
-static int modes_as_recorded(PyObject *recorder)
+static int modes_are_same(PyObject *recorder)
 {
     return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(KNOWN(recorder), at.floats));
+}
+
+/* Whether torch's modes are those that calls are recorded with, after a look at them where they were not; under autocast
+   they never are. */
+static int modes_as_recorded(PyObject *recorder)
+{
+    if (modes_are_same(recorder))
+        return 1;
+    PyObject *done = SLOT(KNOWN(recorder), at.autocast) == Py_False ? PyObject_CallOneArg(slow_sync, recorder) : NULL;
+    if (!done)
+        PyErr_Clear(); /* Python looks again, and says what is wrong */
+    Py_XDECREF(done);
+    return done && modes_are_same(recorder);
 }
 
 /* What a place holds now, borrowed: a dictionary's item, a class's attribute, a cell's content. */

@@ -108,7 +108,7 @@ if _fast is not None:
             "Knowledge": Knowledge, "Entry": Entry,
             "plain_new": plain_new, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
-            "number_id": RecordedCalls.number_id,
+            "number_id": RecordedCalls.number_id, "sync_modes": RecordedCalls.sync_modes,
             "link_views": link_views, "refresh": refresh,
             "write_first": counted(write_first), "set_row": counted(set_row), "filled": filled,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,

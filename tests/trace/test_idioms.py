@@ -231,6 +231,29 @@ def test_writes_that_were_met_take_the_short_way(
     assert recorded_by == "python" or max(counts[2:]) <= 2 * 8, counts
 
 
+def predicts_without_gradients(m: Any, x: Tensor) -> Any:
+    """What is right is counted at each step without gradients, as a metric is."""
+    right, total = [], torch.zeros(())
+    for row in x:
+        h = torch.tanh(m.linear(row))
+        with torch.no_grad():
+            right.append((m.linear(h).argmax() == 1).float())
+        total = total + h.sum()
+        with torch.no_grad():
+            h = h * 2
+            with torch.enable_grad():
+                total = total + m.linear(row).max()
+    return total, torch.stack(right).mean()
+
+
+def test_calls_between_changes_of_the_grad_mode_take_the_short_way(recorded_by: str) -> None:
+    counts = long_calls_of(predicts_without_gradients)
+    assert recorded_by == "python" or max(counts[2:]) == 0, counts
+    model = Sequences(predicts_without_gradients)
+    for _ in range(3):
+        check_equal(model, list(torch.randn(5, 6, 4)))
+
+
 # -- places by several numbers ---------------------------------------------------------------------------
 
 
