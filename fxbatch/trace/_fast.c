@@ -231,6 +231,8 @@ static PyObject *write_first_row(PyObject *recorder, PyObject *args)
 static PyObject *call_in_place(PyObject *recorder, PyObject *func, PyObject *pure, PyObject *const *args, Py_ssize_t n,
                                PyObject *names)
 {
+    if (!modes_as_recorded(recorder)) /* before anything is asked that depends on them */
+        return NULL;
     if (n && Py_IS_TYPE(args[0], Tensor))
         return write_first(recorder, func, pure, args, n, names);
     PyObject *v = n ? value_at(recorder, args[0]) : NULL;

@@ -583,7 +583,9 @@ static int modes_as_recorded(PyObject *recorder)
 {
     if (modes_are_same(recorder))
         return 1;
-    PyObject *done = SLOT(KNOWN(recorder), at.autocast) == Py_False ? PyObject_CallOneArg(slow_sync, recorder) : NULL;
+    if (SLOT(KNOWN(recorder), at.autocast) != Py_False)
+        return 0;
+    PyObject *done = PyObject_CallOneArg(slow_sync, recorder);
     if (!done)
         PyErr_Clear(); /* Python looks again, and says what is wrong */
     Py_XDECREF(done);
