@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fxbatch.ir import NOT_THERE, Program
-from fxbatch.trace.constants import IntegerColumn, RowColumn
+from fxbatch.trace.constants import taken
 
 try:
     import cython
@@ -269,12 +269,7 @@ def kept_payloads(
     for s, payload in payloads.items():
         room = np.empty(len(payload), dtype=np.int64)
         mine = room[: _kept_of(program.sig, keep, s, room)]
-        if len(mine) == len(payload):
-            payloads_left[s] = payload
-        elif isinstance(payload, IntegerColumn | RowColumn):
-            payloads_left[s] = payload.take(mine)
-        else:
-            payloads_left[s] = [payload[i] for i in mine.tolist()]
+        payloads_left[s] = payload if len(mine) == len(payload) else taken(payload, mine)
     return payloads_left
 
 

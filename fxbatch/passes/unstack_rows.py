@@ -33,7 +33,7 @@ from fxbatch.caches import Cache
 from fxbatch.ir import Program, Signature, SignatureColumns, Slot, TensorSpec, tensor_spec
 from fxbatch.passes.select import eliminate_dead, reorder
 from fxbatch.passes.unstack_sums import is_stack, number_of
-from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, RowColumn, read_payload
+from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, read_payload, taken
 from fxbatch.trace.module_state import has_hooks
 from fxbatch.trace.modules import runs_torchs_code_alone
 from fxbatch.trace.operations import take_row
@@ -283,10 +283,7 @@ class RowUnstacker:
                 program, rows.call[mine], rows.row[mine], constants.get(s, ()), signatures[s].outputs[0]
             )
             number = (np.cumsum(every == s) - 1)[order[every[order] == s]]
-            if isinstance(payload, IntegerColumn | RowColumn):
-                constants[s] = payload.take(number)
-            else:
-                constants[s] = [payload[i] for i in number.tolist()]
+            constants[s] = taken(payload, number)
         wide = dataclasses.replace(
             program,
             signatures=signatures,

@@ -225,6 +225,13 @@ class RowColumn(Sequence[torch.Tensor]):
         return rows[row]
 
 
+def taken(payload: Sequence[object], indices: np.ndarray) -> Sequence[object]:
+    """These items of a payload, which stays a column where it is one."""
+    if isinstance(payload, IntegerColumn | RowColumn):
+        return payload.take(indices)
+    return [payload[i] for i in indices.tolist()]
+
+
 def sources_of(payload: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The tensors that constants are, or are rows of: those that gradients of them go to."""
     return payload.sources if isinstance(payload, RowColumn) else payload
