@@ -229,7 +229,7 @@ def taken(payload: Sequence[object], indices: np.ndarray) -> Sequence[object]:
     """These items of a payload, which stays a column where it is one."""
     if isinstance(payload, IntegerColumn | RowColumn):
         return payload.take(indices)
-    return [payload[i] for i in indices.tolist()]
+    return list(map(payload.__getitem__, indices.tolist()))
 
 
 def sources_of(payload: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
