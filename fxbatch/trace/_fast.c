@@ -156,7 +156,7 @@ static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const 
         else if (WHOLE(entry, at.written) == WRITES_NOTHING)
             result = record(recorder, entry, a.inputs, a.read);
         else if (WHOLE(entry, at.written) == GIVES_SAME)
-            result = n && a.read && args[0] == a.inputs[0].value ? Py_NewRef(args[0]) : NULL;
+            result = n && a.read && (args[0] == a.inputs[0].value || Py_IS_TYPE(args[0], Tensor)) ? Py_NewRef(args[0]) : NULL;
         else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
                  may_be_rewritten(recorder, a.inputs[0].value) &&
                  rewrite(recorder, a.inputs[0].value, entry, a.inputs, a.read) == 0)
@@ -334,8 +334,29 @@ static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *a
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* A view of a bare parameter, or of a view of it, that was asked for before without arguments, or as a row
-   (arguments.call_of_bare); NULL for others. */
+/* An index of plain numbers, slices among them, as a part of a key (arguments._hashable); NULL for others. */
+static PyObject *index_key(PyObject *x)
+{
+    if (x == Py_None || x == Py_Ellipsis || PyLong_CheckExact(x))
+        return Py_NewRef(x);
+    if (PySlice_Check(x)) {
+        PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
+        for (int i = 0; i < 3; i++)
+            if (parts[i] != Py_None && !PyLong_CheckExact(parts[i]))
+                return NULL;
+        return PyTuple_Pack(4, &PySlice_Type, parts[0], parts[1], parts[2]);
+    }
+    PyObject *key = PyTuple_CheckExact(x) ? PyTuple_New(PyTuple_GET_SIZE(x)) : NULL, *part;
+    for (Py_ssize_t i = 0; key && i < PyTuple_GET_SIZE(x); i++)
+        if ((part = index_key(PyTuple_GET_ITEM(x, i))))
+            PyTuple_SET_ITEM(key, i, part);
+        else
+            Py_CLEAR(key);
+    return key;
+}
+
+/* A view of a bare parameter, or of a view of it, that was asked for before by plain numbers (arguments.call_of_bare); NULL
+   for others. */
 static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n)
 {
     PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *view = NULL;
@@ -343,7 +364,13 @@ static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *cons
         return NULL;
     unsigned long long of = (unsigned long long)(uintptr_t)args[0];
     long long mode = WHOLE(KNOWN(recorder), at.mode);
-    PyObject *key = n == 1 ? Py_BuildValue("(OKL)", func, of, mode) : Py_BuildValue("(KOL)", of, args[1], mode);
+    PyObject *given = PyTuple_New(n - 1), *part;
+    for (Py_ssize_t i = 1; given && i < n; i++)
+        if ((part = index_key(args[i])))
+            PyTuple_SET_ITEM(given, i - 1, part);
+        else
+            Py_CLEAR(given);
+    PyObject *key = given ? Py_BuildValue("(OKNL)", func, of, given, mode) : NULL;
     if (key)
         view = Py_XNewRef(PyDict_GetItemWithError(asked, key));
     Py_XDECREF(key);
@@ -359,8 +386,7 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
         PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
         Py_ssize_t given_n = PyTuple_GET_SIZE(args[2]);
-        int asks = given_n == 1 || (given_n == 2 && args[0] == getitem && PyLong_CheckExact(given[1]));
-        if (asks && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
+        if (given_n && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
             result = view_of_bare(current, args[0], given, given_n);
         if (!result && !PyErr_Occurred())
             result = pure ? call_in_place(current, args[0], pure, given, given_n, names)
@@ -411,6 +437,26 @@ static PyObject *handle_torch_function(PyObject *Py_UNUSED(module), PyObject *co
 }
 
 /* --- Method: a method with a fast path and the Python function behind it ------------------------------------ */
+
+/* Whether it was met that a module is recorded by its parts, whatever it is given or with arguments of these types
+   (modules._is_by_parts); -1 on error. */
+static int is_by_parts(PyObject *recorder, PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    PyObject *met = SLOT(recorder, at.by_parts);
+    if (!met || !PySet_CheckExact(met) || !PySet_GET_SIZE(met))
+        return 0;
+    PyObject *number = PyLong_FromVoidPtr(module), *key = NULL;
+    int found = number ? PySet_Contains(met, number) : -1;
+    if (!found && !names && (key = PyTuple_New(n + 1))) {
+        PyTuple_SET_ITEM(key, 0, Py_NewRef(number));
+        for (Py_ssize_t i = 0; i < n; i++)
+            PyTuple_SET_ITEM(key, i + 1, Py_NewRef(Py_TYPE(args[i])));
+        found = PySet_Contains(met, key);
+    }
+    Py_XDECREF(key);
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : found;
+}
 
 typedef struct {
     PyObject_HEAD
@@ -473,6 +519,9 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
         if (done)
             return done < 0 ? NULL : Py_NewRef(Py_None);
     } else if (current && (m->owner || n >= (kwnames ? 1 : 2))) {
+        int parts = m->owner ? 0 : is_by_parts(current, args[0], args + 1, n - 1, kwnames);
+        if (parts)
+            return parts < 0 ? NULL : PyObject_Vectorcall(module_call, args, nargsf, kwnames);
         PyObject *result = m->owner ? call_function(current, m->owner, args, n, kwnames, 1)
                                     : call_function(current, args[0], args + 1, n - 1, kwnames, 0);
         if (result || PyErr_Occurred())
@@ -728,7 +777,7 @@ static struct {
 } const given_objects[] = {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
-    {"plain_new", &plain_new}, {"build_result", &build_result}, {"constant", &slow_constant},
+    {"plain_new", &plain_new}, {"module_call", &module_call}, {"build_result", &build_result}, {"constant", &slow_constant},
     {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"sync_modes", &slow_sync}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
     {"filled", &slow_filled}, {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
@@ -768,7 +817,7 @@ static struct {
     {&Recorder, "payload", &at.payload}, {&Knowledge, "call_table", &at.table}, {&Knowledge, "mode", &at.mode, 1},
     {&Knowledge, "grad", &at.grad}, {&Knowledge, "autocast", &at.autocast}, {&Knowledge, "floats", &at.floats},
     {&Knowledge, "owners", &at.owners}, {&Knowledge, "constant_entries", &at.entries},
-    {&Recorder, "settled", &at.settled},
+    {&Recorder, "settled", &at.settled}, {&Recorder, "by_parts", &at.by_parts},
     {&Recorder, "lifted", &at.lifted}, {&Recorder, "row_calls", &at.row_calls}, {&Recorder, "number_ids", &at.number_ids}, {&Recorder, "once", &at.once},
     {&Recorder, "values", &at.values}, {&Recorder, "filled", &at.filled}, {&Recorder, "made_by", &at.made_by}, {&Recorder, "uses", &at.uses}, {&Recorder, "views_met", &at.views_met}, {&Recorder, "graded", &at.graded}, {&Recorder, "heard", &at.heard}, {&Heard, "again", &at.views_asked}, {&Recorder, "base", &at.base, 1},
     {&View, "source", &at.source}, {&View, "root", &at.root}, {&View, "source_type", &at.source_type, 1},

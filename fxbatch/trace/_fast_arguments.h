@@ -146,6 +146,15 @@ static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
     return known;
 }
 
+/* Whether a type is that of a named tuple. */
+static int is_named_tuple(PyTypeObject *type)
+{
+    static PyObject *fields;
+    if (type->tp_base != &PyTuple_Type || (!fields && !(fields = PyUnicode_InternFromString("_fields"))))
+        return 0;
+    return _PyType_Lookup(type, fields) != NULL;
+}
+
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
@@ -170,7 +179,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         memcpy(&bits, &number, sizeof bits);
         return number == number ? token(a, (PyObject *)type, bits) : 0;
     }
-    if ((type == &PyTuple_Type || type == &PyList_Type || type == Size) && depth < 3) {
+    if ((type == &PyTuple_Type || type == &PyList_Type || type == Size || is_named_tuple(type)) && depth < 3) {
         int known = token(a, (PyObject *)type, PySequence_Fast_GET_SIZE(x));
         for (Py_ssize_t i = 0; known > 0 && i < PySequence_Fast_GET_SIZE(x); i++)
             known = tokenise(a, recorder, PySequence_Fast_GET_ITEM(x, i), depth + 1);

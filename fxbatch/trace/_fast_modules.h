@@ -41,9 +41,16 @@ static PyObject *quick_getattro(PyObject *self, PyObject *name)
 
 static PyObject *quick_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *result = NULL;
-    if (current && PyTuple_GET_SIZE(args))
-        result = call_function(current, self, &PyTuple_GET_ITEM(args, 0), PyTuple_GET_SIZE(args), kwargs, 0);
+    PyObject *result = NULL, *const *first = &PyTuple_GET_ITEM(args, 0);
+    int parts = current ? is_by_parts(current, self, first, PyTuple_GET_SIZE(args), kwargs) : 0;
+    if (parts < 0)
+        return NULL;
+    if (parts) {
+        PyObject *bound = PyMethod_New(module_call, self);
+        result = bound ? PyObject_Call(bound, args, kwargs) : NULL;
+        Py_XDECREF(bound);
+    } else if (current && PyTuple_GET_SIZE(args))
+        result = call_function(current, self, first, PyTuple_GET_SIZE(args), kwargs, 0);
     return result || PyErr_Occurred() ? result : plain_call(self, args, kwargs);
 }
 

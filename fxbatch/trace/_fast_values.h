@@ -6,14 +6,14 @@ static struct {
     Py_ssize_t sid, types, single, is_tuple, aliases, guards, target;   /* of an Entry */
     Py_ssize_t carries, operands, asked_in, requires, written, comes_once;
     Py_ssize_t sigs, inputs, count, base, knowledge, constants, payload, settled, lifted, row_calls, number_ids, once; /* of the recorder */
-    Py_ssize_t values, graded, views_met, heard, filled, made_by, uses;
+    Py_ssize_t values, graded, views_met, heard, filled, made_by, uses, by_parts;
     Py_ssize_t views_asked; /* of what was heard of */
     Py_ssize_t stands_for; /* of a Written */
     Py_ssize_t table, mode, grad, autocast, floats, owners, entries; /* of what it knows */
 } at;
 static PyTypeObject *Value, *View, *Written, *WrittenTensor, *Tensor, *Parameter, *BareParameter, *BareView, *Heard;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder, *Knowledge;
-static PyObject *plain_new, *build_result, *slow_constant, *slow_row, *slow_number, *slow_write, *slow_row_write, *slow_filled, *slow_link, *slow_refresh, *slow_sync, *getitem, *setitem, *operands_require;
+static PyObject *plain_new, *module_call, *build_result, *slow_constant, *slow_row, *slow_number, *slow_write, *slow_row_write, *slow_filled, *slow_link, *slow_refresh, *slow_sync, *getitem, *setitem, *operands_require;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
 static const PyGetSetDef *get_shape, *get_dtype, *get_version, *get_base, *get_requires_grad, *get_grad_fn;
 /* C++, of torch: the same as the first three, or NULL */

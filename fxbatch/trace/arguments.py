@@ -215,6 +215,11 @@ class Arguments:
         """The key of all arguments, asked for once; OpaqueArgumentError for a leaf that is no plain data."""
         return self._key(self.args), self._key(self.kwargs) if self.kwargs else None
 
+    @property
+    def begin_with_tensor(self) -> bool:
+        """Whether the first argument is a tensor, and what is read first."""
+        return bool(self.args and self.leaves) and self.leaves[0] is self.args[0]
+
     def _key(self, x: Any) -> object:
         kind = type(x)
         if kind is Value:
@@ -378,11 +383,9 @@ def _is_row(args: tuple[object, ...], func: object) -> TypeGuard[tuple[torch.Ten
 
 
 def _key(func: object, args: tuple[object, ...], mode: int) -> tuple[object, ...] | None:
-    """What a view is asked for again by; C finds rows, and what takes no arguments, by it."""
-    if _is_row(args, func):
-        return id(args[0]), args[1], mode
-    if len(args) == 1:
-        return func, id(args[0]), mode
+    """What a view is asked for again by; C finds those by plain numbers, slices among them."""
+    if all(map(_is_index, args[1:])):
+        return func, id(args[0]), _hashable(args[1:]), mode
     plain = all(map(_is_plain, args[1:]))
     return (func, id(args[0]), args[1:], tuple(map(type, args)), mode) if plain else None
 
@@ -435,6 +438,20 @@ def _is_one(entry: Entry) -> bool:
 
 def _is_plain(x: object) -> bool:
     return type(x) in _PLAIN or (type(x) is tuple and all(type(i) is int for i in x))
+
+
+def _is_index(x: object) -> bool:
+    """Whether it is an index of plain numbers, slices among them."""
+    if type(x) is slice:
+        return all(i is None or type(i) is int for i in (x.start, x.stop, x.step))
+    return type(x) in (int, type(None), type(...)) or (type(x) is tuple and all(map(_is_index, x)))
+
+
+def _hashable(x: object) -> object:
+    """An index as a part of a key: slices have no hash before Python 3.12."""
+    if type(x) is slice:
+        return slice, x.start, x.stop, x.step
+    return tuple(map(_hashable, x)) if type(x) is tuple else x
 
 
 def _by_numbers(recorder: Any, index: object) -> object:

@@ -200,7 +200,7 @@ def call_function(
         entry.single
         and entry.outcome is not None
         and entry.outcome.same == (0,)
-        and _is_first(arguments, args)
+        and arguments.begin_with_tensor
     ):
         entry.written_as = GIVES_SAME  # `h.to(h.dtype)`, `h.contiguous()`: the user's own object
         recorder.remember(asked, args, kwargs, entry)
@@ -211,11 +211,6 @@ def call_function(
     if not arguments.copied:
         recorder.remember(asked, args, kwargs, entry)
     return result
-
-
-def _is_first(arguments: Arguments, args: tuple[object, ...]) -> bool:
-    """Whether the first argument is a value, and what is read first."""
-    return bool(args) and type(args[0]) is Value and arguments.values[0] is args[0]
 
 
 def _copied(recorder: RecordedCalls, func: Any, like: Any, *contents: object, **kwargs: object) -> object:

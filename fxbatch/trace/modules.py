@@ -36,11 +36,11 @@ from fxbatch.trace.operations import (
     run_on_fakes,
 )
 from fxbatch.trace.places import first_changed
-from fxbatch.trace.plain_objects import why_not_plain
+from fxbatch.trace.plain_objects import holds_others, why_not_plain
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
-from fxbatch.trace.table import Entry, OpaqueArgumentError
+from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import Value, link_views
 
@@ -69,9 +69,22 @@ class ModuleRecord:
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
-    if recorder is None or id(self) in recorder.by_parts or _passes_through(recorder, self, args):
+    if (
+        recorder is None
+        or _is_by_parts(recorder, self, args, kwargs)
+        or _passes_through(recorder, self, args)
+    ):
         return module_call(self, *args, **kwargs)
     return call_module(recorder, self, args, kwargs)
+
+
+def _is_by_parts(
+    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
+    """Whether it was met that this module is recorded by its parts, whatever it is given or with arguments of these
+    types."""
+    by_parts = recorder.by_parts
+    return id(module) in by_parts or (not kwargs and (id(module), *map(type, args)) in by_parts)
 
 
 def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...]) -> bool:
@@ -162,6 +175,8 @@ def _recorded(call: ModuleCall) -> object:
         return call.pass_through()
     if _rule(module, call.method) is not TORCH_MODULE and (reason := why_not_plain(call.args, call.kwargs)):
         call.note(reason)
+        if call.marked is None and not call.kwargs and any(map(holds_others, call.args)):
+            recorder.by_parts.add((id(module), *map(type, call.args)))
         return call.through()
     arguments = Arguments(recorder, call.args, call.kwargs)
     try:
@@ -180,10 +195,13 @@ def _recorded(call: ModuleCall) -> object:
     if type(entry) is not Entry:
         return call.pass_through()
     entry.guards = recorder.knowledge.examined[id(record)].guards or None
+    if call.marked is None and _whole(entry) and arguments.begin_with_tensor and module is record.module:
+        entry.written_as = GIVES_SAME  # dropout in eval: the user's own object
+        recorder.remember(module, call.args, call.kwargs, entry)
+        return call.args[0]
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
-        whole = None if call.marked or not _whole(entry) else (module, call.args, call.kwargs)
-        link_views(entry, result, arguments.values, whole, functools.partial(_recorded, call))
+        link_views(entry, result, arguments.values, None, functools.partial(_recorded, call))
     elif call.marked is None and module is record.module:
         recorder.remember(module, call.args, call.kwargs, entry)
     return result
@@ -267,8 +285,7 @@ def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
 
 def _whole(entry: Entry) -> bool:
     """Whether the only output is all of the only input, unchanged (dropout in eval)."""
-    s = entry.signature
-    return s.inputs == s.outputs and entry.outcome is not None and entry.outcome.same == (0,)
+    return entry.single and entry.outcome is not None and entry.outcome.same == (0,)
 
 
 def _holds_no_tensors(module: torch.nn.Module) -> bool:

@@ -191,10 +191,20 @@ def why_not_plain(args: Iterable[object], kwargs: Mapping[str, object]) -> str:
         x = todo.pop()
         if isinstance(x, (torch.Tensor, slice, np.generic, enum.Enum)) or type(x) in ATOMS:
             continue
-        if isinstance(x, tuple) and (
-            type(x) is tuple or is_plain_tuple(type(x)) or is_library(type(x).__module__)
-        ):
+        if isinstance(x, tuple) and _is_of_parts(type(x)):
             todo += x
         elif is_users(x) or not (isinstance(x, type) or is_torchs_or_pythons(x)) or not only_computes(x):
             return f"takes a {type(x).__name__}, which it may change"
     return ""
+
+
+def holds_others(x: object) -> bool:
+    """Whether nothing of this type is given to a plain body: lists, dictionaries, users' objects."""
+    if isinstance(x, tuple):
+        return not _is_of_parts(type(x))
+    return not callable(x) and why_not_plain((x,), {}) != ""
+
+
+def _is_of_parts(cls: type) -> bool:
+    """Whether a tuple of this class is what its items are."""
+    return cls is tuple or is_plain_tuple(cls) or is_library(cls.__module__)

@@ -58,10 +58,13 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted", "made_by",
-        "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values", "views_met",
+        "base", "by_parts", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted",
+        "made_by", "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
+    # Ids of modules whose calls are recorded by their parts, as long as no hook is set; with types of arguments: whose
+    # calls with such are.
+    by_parts: set[int | tuple[int | type, ...]]
     base: int  # id of its first value
     views_met: dict[int, list[torch.Tensor]]  # of real tensors, by the id of what they are views of
     graded: bool  # whether some call was made with gradients on
@@ -191,8 +194,7 @@ class RecordedCalls(Columns):
         self.views_met = {}
         # Ids of modules that were made in this recording, and are no part of another.
         self.fresh: set[int] = set()
-        # And of those whose calls are recorded by their parts, as long as no hook is set.
-        self.by_parts: set[int] = set()
+        self.by_parts = set()
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)

@@ -130,8 +130,8 @@ class Entry:
     """A signature as the recorder needs it: ids, and how the result is built."""
 
     __slots__ = (
-        "aliases", "asked_in", "carries", "guards", "is_tuple", "named", "once", "operands", "outcome", "requires",
-        "sid", "signature", "single", "target", "types", "write", "written", "written_as",
+        "aliases", "asked_in", "carries", "guards", "is_tuple", "named", "nested", "once", "operands", "outcome",
+        "requires", "sid", "signature", "single", "target", "types", "write", "written", "written_as",
     )  # fmt: skip
 
     def __init__(
@@ -143,10 +143,13 @@ class Entry:
         self.outcome = outcome
         leaf = outcome is None or outcome.result.spec.is_leaf()
         kind = None if outcome is None else _kind_of_row(outcome.result, len(types))
-        # Whether the result is one tensor, or a plain tuple of all outputs; or what makes torch's named tuple of them.
+        # Whether the result is one tensor, or a plain tuple of all outputs; or what makes a named tuple of them.
         self.single = leaf and len(types) == 1
         self.is_tuple = kind is tuple
-        self.named = kind if kind is not None and kind.__module__ == "torch.return_types" else None
+        self.named = None if kind is None else _maker(kind)
+        self.nested: Callable[..., object] | None = (
+            None  # what makes any other result of the outputs, once asked for
+        )
         linked = outcome is not None and any(a >= 0 for a in outcome.aliases)
         # Of each output the input that it is a view of, or -1; () where none is.
         self.aliases = outcome.aliases if linked and outcome is not None else ()
@@ -168,16 +171,27 @@ class Entry:
             return outputs[0]
         if self.is_tuple or self.named is not None:
             return (self.named or tuple)(outputs)
-        assert self.signature.result is not None
-        return self.signature.result.fill(output=outputs)
+        if self.nested is None:
+            assert self.signature.result is not None
+            slots = [Slot("input", i) for i in range(len(self.types))]
+            call = Template.of(((self.signature.result.fill(output=slots),), {}))
+            self.nested = call.binder(len(slots))(lambda x: x, ())
+        return self.nested(*outputs)
 
 
-def _kind_of_row(result: Template, outputs: int) -> type | None:
-    """The class of a tuple of all outputs in order: a plain one, or one of torch's (of `max`, `topk`); else None."""
+def _kind_of_row(result: Template, outputs: int) -> type[tuple[object, ...]] | None:
+    """The class of a tuple of all outputs in order: a plain one, or a named one (of `max`, `topk`); else None."""
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
         return None
     rebuilt = result.fill(output=range(outputs))
     return type(rebuilt) if isinstance(rebuilt, tuple) and tuple(rebuilt) == tuple(range(outputs)) else None
+
+
+def _maker(kind: type[tuple[object, ...]]) -> Callable[[Sequence[object]], object] | None:
+    """What makes a named tuple of this class, torch's or a user's, of its items; None for others."""
+    if kind.__module__ == "torch.return_types":
+        return kind
+    return kind._make if kind.__bases__ == (tuple,) and hasattr(kind, "_make") else None
 
 
 @dataclass(frozen=True)

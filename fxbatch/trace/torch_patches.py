@@ -40,6 +40,7 @@ from fxbatch.torch_private import (
     let_dynamo_read_torch,
     memory_is_real,
     mode_addresses,
+    module_call,
     stateless,
     tree_leaves,
 )
@@ -106,7 +107,7 @@ if _fast is not None:
             "Module": torch.nn.Module,
             "dtype": torch.dtype, "device": torch.device, "Size": torch.Size, "Columns": Columns,
             "Knowledge": Knowledge, "Entry": Entry,
-            "plain_new": plain_new, "build_result": Entry.result,
+            "plain_new": plain_new, "module_call": module_call, "build_result": Entry.result,
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
             "number_id": RecordedCalls.number_id, "sync_modes": RecordedCalls.sync_modes,
             "link_views": link_views, "refresh": refresh,
@@ -291,14 +292,14 @@ class patched:
 
 @functools.cache
 def _entries() -> Entries:
-    module_call: object = traced_call
+    recorded: object = traced_call
     handles: Entries = ()
     if _fast is not None:  # what torch's Python functions call when they meet a subclass of Tensor
-        module_call = _fast.Method(None, traced_call)
+        recorded = _fast.Method(None, traced_call)
         handles = tuple((m, "handle_torch_function", _fast.handle_torch_function) for m in _HANDLING)
         handles += tuple((torch.nn.functional, name, _fast.has_torch_function) for name in _QUESTIONS)
     questions = tuple((m, name, _uncompiled(ask, answer)) for m, name, ask, answer in dynamo_questions())
-    return ((torch.nn.Module, "__call__", module_call), *_PATCHES, *handles, *questions)
+    return ((torch.nn.Module, "__call__", recorded), *_PATCHES, *handles, *questions)
 
 
 def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., object]:
@@ -441,6 +442,8 @@ def _changes_module(
 
 @stands_for(torch.nn.Module, "__setattr__")
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
+    if name == "training" and self.__dict__.get(name) is value:  # as `eval()` sets it of all modules, again and again
+        return
     recorder.attribute_changes(self, name, value)
     if isinstance(value, torch.Tensor):
         recorder.operand_replaced(self, name, value)
@@ -459,10 +462,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     )
     if replaces:
         _becomes_part(recorder, self, value)
-    elif name == "training":
-        if self.__dict__.get(name) is not value and not recorder.is_new(self):
-            recorder.forget_modules()
-    elif recorder.is_read(name):
+    elif recorder.is_read(name) if name != "training" else not recorder.is_new(self):
         recorder.forget_modules()
     plain(self, name, value)
 

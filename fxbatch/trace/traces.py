@@ -160,7 +160,7 @@ def find_again(s: Described, table: SignatureTable, model: torch.nn.Module | Non
     inputs = [scratch.row(table.constant(t), ())[0] for t in s.inputs]
     with tracing(scratch), entered_modes(s.modes, ("cpu", "cuda")):
         _record_again(s, scratch, inputs, model)
-    if not scratch.sigs or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
+    if len(scratch.sigs) <= len(inputs) or table.signatures[scratch.sigs[-1]].outputs != s.outputs:
         raise StaleTraceError(f"{s} is no operation of this model any more{at_line()}")
     return scratch.sigs[-1]
 
