@@ -89,15 +89,15 @@ def _is_by_parts(
 
 def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...]) -> bool:
     """Whether values are given to one of torch's own modules that this recording has made and that holds nothing,
-    as in `nn.Sigmoid()(x)`: a function of torch, under another name."""
-    return (
-        id(module) in recorder.fresh
-        and all(type(x) is Value for x in args)
-        and _rule(module, None) is TORCH_MODULE
-        and not any(map(vars(module).get, _HOLDS))
-    )
+    as in `nn.Sigmoid()(x)`, `nn.NLLLoss()(x, label)`: a function of torch, under another name."""
+    if id(module) not in recorder.fresh or _rule(module, None) is not TORCH_MODULE:
+        return False
+    kinds, state = set(map(type, args)), vars(module)
+    holds = [x for table in _HOLDS for x in state[table].values() if x is not None]
+    return Value in kinds and kinds <= _TENSORS and not holds
 
 
+_TENSORS = {Value, torch.Tensor}
 _HOLDS = (
     "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
     "_backward_pre_hooks",

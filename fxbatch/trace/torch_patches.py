@@ -442,7 +442,12 @@ def _changes_module(
 
 @stands_for(torch.nn.Module, "__setattr__")
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
-    if name == "training" and self.__dict__.get(name) is value:  # as `eval()` sets it of all modules, again and again
+    if (
+        name == "training" and self.__dict__.get(name) is value
+    ):  # as `eval()` sets it of all modules, again and again
+        return
+    if recorder.is_new(self) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        plain(self, name, value)
         return
     recorder.attribute_changes(self, name, value)
     if isinstance(value, torch.Tensor):
@@ -462,7 +467,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     )
     if replaces:
         _becomes_part(recorder, self, value)
-    elif recorder.is_read(name) if name != "training" else not recorder.is_new(self):
+    elif name == "training" or recorder.is_read(name):
         recorder.forget_modules()
     plain(self, name, value)
 

@@ -187,6 +187,22 @@ def test_each_form_is_as_the_loop(name: str) -> None:
         check_equal(model, list(torch.randn(3, WIDTH)), [1, 3, 5])
 
 
+def test_modules_that_an_instance_makes_are_functions_of_torch() -> None:
+    """Nothing is looked at again for one that another instance or step has made, and holds nothing."""
+
+    def form(m: Steps, h: Tensor, x: Tensor, i: int) -> Tensor:
+        loss = nn.NLLLoss()(nn.LogSoftmax(dim=0)(h), torch.tensor(i % WIDTH))
+        return nn.Sigmoid()(m.each[0](h)) * loss + nn.CrossEntropyLoss(reduction="sum")(h, torch.tensor(1))
+
+    torch.manual_seed(0)
+    model = Steps(form)
+    model(list(torch.randn(3, WIDTH)), [1, 3, 5])
+    found = fxbatch.explain(model, list(torch.randn(3, WIDTH)), [1, 3, 5])
+    assert not [reason for reason in str(found).splitlines() if "NLLLoss" in reason]
+    for _ in range(3):
+        check_equal(model, list(torch.randn(3, WIDTH)), [1, 3, 5])
+
+
 class OfNodes(nn.Module):
     """A module that is given the objects that it goes through."""
 
