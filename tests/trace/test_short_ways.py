@@ -203,6 +203,21 @@ def test_modules_that_an_instance_makes_are_functions_of_torch() -> None:
         check_equal(model, list(torch.randn(3, WIDTH)), [1, 3, 5])
 
 
+def test_what_a_module_gives_back_is_the_object_that_it_was_given() -> None:
+    """As in torch, and so is what is written to it, of a value and of the instance's own tensor."""
+
+    def form(m: Steps, h: Tensor, x: Tensor, i: int) -> Tensor:
+        h = m.each[0](h)
+        assert m.nothing(h) is h and m.identity(x) is x
+        m.nothing(h).mul_(2)
+        return h + m.identity(x)
+
+    torch.manual_seed(0)
+    model = Steps(form)
+    for _ in range(3):
+        check_equal(model, list(torch.randn(3, WIDTH)), [1, 3, 5])
+
+
 class OfNodes(nn.Module):
     """A module that is given the objects that it goes through."""
 
