@@ -147,9 +147,7 @@ class Entry:
         self.single = leaf and len(types) == 1
         self.is_tuple = kind is tuple
         self.named = None if kind is None else _maker(kind)
-        self.nested: Callable[..., object] | None = (
-            None  # what makes any other result of the outputs, once asked for
-        )
+        self.nested: Callable[..., object] | None = None  # makes other results, once asked for
         linked = outcome is not None and any(a >= 0 for a in outcome.aliases)
         # Of each output the input that it is a view of, or -1; () where none is.
         self.aliases = outcome.aliases if linked and outcome is not None else ()
