@@ -466,11 +466,15 @@ typedef struct {
     int how; /* of a method that gives a number: as what; IN_PLACE: it writes to its first argument, by `owner` */
 } Method;
 
-/* Whether an index says something of all of a tensor: slices, None. Others begin with a row, or are read first. */
+/* Whether an index says something of all of a tensor: slices, None, positions. Others begin with a row, or are read first. */
 static int for_all_of_it(PyObject *index)
 {
     if (PyTuple_CheckExact(index) && PyTuple_GET_SIZE(index))
         index = PyTuple_GET_ITEM(index, 0);
+    if (Py_IS_TYPE(index, Tensor)) { /* a position, without dimensions, is read */
+        Described described;
+        return describe(index, &described) && described.ndim;
+    }
     return PySlice_Check(index) || index == Py_None || index == Py_Ellipsis;
 }
 

@@ -163,7 +163,10 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
     if (type == Tensor) {
         PyObject *v = constant_of(recorder, x, a->views);
-        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : a->views ? token_view(a, recorder, x) : 0;
+        if (v || PyErr_Occurred())
+            return v ? token_value(a, v) : -1;
+        int owned = is_owned(recorder, x); /* a buffer, as a parameter by itself */
+        return owned ? owned < 0 ? -1 : token(a, x, 0) : a->views ? token_view(a, recorder, x) : 0;
     }
     if (type == WrittenTensor) {
         PyObject *v = value_behind(recorder, x);

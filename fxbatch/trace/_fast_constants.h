@@ -472,6 +472,16 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     return found;
 }
 
+/* Whether a tensor is a parameter or buffer of a module that is watched; -1 on error. */
+static int is_owned(PyObject *recorder, PyObject *t)
+{
+    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
+    PyObject *key = owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(t) : NULL;
+    int found = key ? PyDict_Contains(owners, key) : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(key);
+    return found;
+}
+
 /* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand, or where `views` count
    when it may be a view of one. */
 static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
@@ -495,7 +505,7 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
         v = new_constant(recorder, t, key);
     }
     Py_XDECREF(key);
-    if (v || PyErr_Occurred())
+    if (v || PyErr_Occurred() || is_owned(recorder, t))
         return v;
     v = PyObject_CallFunctionObjArgs(slow_constant, recorder, t, NULL);
     if (!v || v == Py_None) {

@@ -187,7 +187,7 @@ def _recorded(call: ModuleCall) -> object:
     if not arguments.values:
         copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
         if copies is not None:
-            return call_module(recorder, module, copies, {})
+            return module(*copies)
         alone = _rule(module, None) is TORCH_MODULE and not has_hooks(module)
         with DisableTorchFunctionSubclass() if alone else contextlib.nullcontext():  # parameters are bare
             return call.through()

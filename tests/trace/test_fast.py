@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import sys
 import tracemalloc
@@ -158,15 +159,15 @@ def test_nothing_leaks() -> None:
     gc.collect()
     counts = [sys.getrefcount(x) for x in watched]
     tracemalloc.start()
-    run(40)
-    gc.collect()
-    first = tracemalloc.get_traced_memory()[0]
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    run(40)
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - first
+    resident, held = 0, []
+    for _ in range(4):
+        run(40)
+        gc.collect()
+        held.append(tracemalloc.get_traced_memory()[0])
+        resident = resident or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tracemalloc.stop()
-    assert grown < 26_000
+    # What leaks does so each time; in one of them others may have made something in this process.
+    assert min(after - before for before, after in itertools.pairwise(held)) < 26_000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 16_000  # KiB
     assert [sys.getrefcount(x) for x in watched] == counts
 

@@ -114,6 +114,10 @@ class Steps(nn.Module):
         self.named = nn.ModuleDict({"a": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())})
         self.weight, self.nothing = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH)), nn.Dropout(0.0)
         self.identity = nn.Identity()
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("mask", torch.tensor([True, False] * (WIDTH // 2)))
+        self.register_buffer("order", torch.arange(WIDTH).flip(0))
+        self.register_buffer("factor", torch.tensor(0.5))
 
     @fxbatch.autobatch(adaptive=False, out="list")
     def forward(self, x: Tensor, steps: int) -> Tensor:
@@ -147,6 +151,13 @@ FORMS: dict[str, Form] = {
     "rows of a parameter": lambda m, h, x, i: h @ m.weight[:, WIDTH:] + m.weight[-1, :WIDTH],
     "the last part of a parameter": lambda m, h, x, i: h * m.weight[..., -1] * m.weight[None, 0, ::2],
     "other views of a parameter": lambda m, h, x, i: h * m.weight.unsqueeze(0)[0].narrow(1, 0, 1).t()[0],
+    "a buffer": lambda m, h, x, i: m.each[0](h) * m.scale + m.factor,
+    "buffers of other types": lambda m, h, x, i: torch.where(m.mask, m.each[0](h), x)[m.order].masked_fill(
+        ~m.mask, 0.5
+    ),
+    "a part of a buffer": lambda m, h, x, i: m.each[0](h) * m.scale.view(2, -1).sum() * m.scale[1:2],
+    "a cell that begins with buffers": lambda m, h, x, i: m.cell(m.each[0](h), (m.scale, m.scale))[0],
+    "functions of a buffer alone": lambda m, h, x, i: m.each[0](h) + torch.cat([m.scale, m.scale])[:WIDTH],
     "dropout of nothing": lambda m, h, x, i: m.nothing(h) * 2,
     "an identity": lambda m, h, x, i: m.identity(h) * 2,
     "functions": lambda m, h, x, i: F.softmax(torch.stack([h, x]), dim=0).sum(0),
@@ -155,8 +166,9 @@ FORMS: dict[str, Form] = {
     "numbers": lambda m, h, x, i: (1 - h) * (i + 0.5) + 1 / (h * h + 1),
 }
 
-# Lines of the recorder that a call runs where its result is neither one tensor nor a tuple of all.
-BUILT = {"a named tuple": 9, "gives a dictionary": 9, "a layer's state": 9}
+# Lines of the recorder that a step runs, to be lowered only: where results are neither one tensor nor a tuple of all,
+# and where it is asked whether a view of a buffer is a row that is looked up.
+LINES = {"a named tuple": 9, "gives a dictionary": 9, "a layer's state": 9, "a part of a buffer": 16}
 
 
 def lines_of_a_step(model: Steps, *, grad: bool) -> float:
@@ -176,7 +188,7 @@ def lines_of_a_step(model: Steps, *, grad: bool) -> float:
 def test_a_call_that_comes_again_passes_no_python_of_ours(name: str, grad: bool, recorded_by: str) -> None:
     torch.manual_seed(0)
     lines = lines_of_a_step(Steps(FORMS[name]), grad=grad)
-    assert recorded_by == "python" or lines <= BUILT.get(name, 0) + 0.2, lines
+    assert recorded_by == "python" or lines <= LINES.get(name, 0) + 0.2, lines
 
 
 @pytest.mark.parametrize("name", FORMS)
