@@ -156,7 +156,7 @@ static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const 
         else if (WHOLE(entry, at.written) == WRITES_NOTHING)
             result = record(recorder, entry, a.inputs, a.read);
         else if (WHOLE(entry, at.written) == GIVES_SAME)
-            result = n && a.read && (args[0] == a.inputs[0].value || Py_IS_TYPE(args[0], Tensor)) ? Py_NewRef(args[0]) : NULL;
+            result = n && a.read && args[0] == a.inputs[0].value ? Py_NewRef(args[0]) : NULL;
         else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
                  may_be_rewritten(recorder, a.inputs[0].value) &&
                  rewrite(recorder, a.inputs[0].value, entry, a.inputs, a.read) == 0)

@@ -216,9 +216,9 @@ class Arguments:
         return self._key(self.args), self._key(self.kwargs) if self.kwargs else None
 
     @property
-    def begin_with_tensor(self) -> bool:
-        """Whether the first argument is a tensor, and what is read first."""
-        return bool(self.args and self.leaves) and self.leaves[0] is self.args[0]
+    def begin_with_value(self) -> bool:
+        """Whether the first argument is a value, and what is read first."""
+        return bool(self.args) and type(self.args[0]) is Value and self.values[0] is self.args[0]
 
     def _key(self, x: Any) -> object:
         kind = type(x)

@@ -200,7 +200,7 @@ def call_function(
         entry.single
         and entry.outcome is not None
         and entry.outcome.same == (0,)
-        and arguments.begin_with_tensor
+        and arguments.begin_with_value
     ):
         entry.written_as = GIVES_SAME  # `h.to(h.dtype)`, `h.contiguous()`: the user's own object
         recorder.remember(asked, args, kwargs, entry)

@@ -195,7 +195,8 @@ def _recorded(call: ModuleCall) -> object:
     if type(entry) is not Entry:
         return call.pass_through()
     entry.guards = recorder.knowledge.examined[id(record)].guards or None
-    if call.marked is None and _whole(entry) and arguments.begin_with_tensor and module is record.module:
+    plainly = call.marked is None and module is record.module and recorder.ask is not None  # in a forward
+    if plainly and _whole(entry) and arguments.begin_with_value:
         entry.written_as = GIVES_SAME  # dropout in eval: the user's own object
         recorder.remember(module, call.args, call.kwargs, entry)
         return call.args[0]
