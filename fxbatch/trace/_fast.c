@@ -256,17 +256,11 @@ static PyObject *call_in_place(PyObject *recorder, PyObject *func, PyObject *pur
 /* Whether a parameter among the arguments belongs to none of the modules that are watched; -1 on error. */
 static int has_foreign_parameter(PyObject *recorder, const Arguments *a)
 {
-    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
-    int foreign = 0;
-    for (Py_ssize_t i = 0; i < a->n && !foreign; i++) {
-        if (!is_parameter(Py_TYPE(a->tokens[i].object)))
-            continue;
-        PyObject *key = PyLong_FromVoidPtr(a->tokens[i].object);
-        int found = !key ? -1 : owners && PyDict_Check(owners) ? PyDict_Contains(owners, key) : 0;
-        Py_XDECREF(key);
-        foreign = found < 0 ? -1 : !found;
-    }
-    return foreign;
+    int owned = 1;
+    for (Py_ssize_t i = 0; i < a->n && owned > 0; i++)
+        if (is_parameter(Py_TYPE(a->tokens[i].object)))
+            owned = is_owned(recorder, a->tokens[i].object);
+    return owned < 0 ? -1 : !owned;
 }
 
 /* Put a call into the table; -1 on error. */
@@ -334,25 +328,32 @@ static PyObject *recorded_before(PyObject *Py_UNUSED(module), PyObject *const *a
     return result || PyErr_Occurred() ? result : Py_NewRef(Py_None);
 }
 
-/* An index of plain numbers, slices among them, as a part of a key (arguments._hashable); NULL for others. */
+/* Indices of plain numbers, slices among them, as a part of a key (arguments._hashable); NULL for others. */
+static PyObject *index_keys(PyObject *const *items, Py_ssize_t n);
 static PyObject *index_key(PyObject *x)
 {
     if (x == Py_None || x == Py_Ellipsis || PyLong_CheckExact(x))
         return Py_NewRef(x);
-    if (PySlice_Check(x)) {
-        PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
-        for (int i = 0; i < 3; i++)
-            if (parts[i] != Py_None && !PyLong_CheckExact(parts[i]))
-                return NULL;
-        return PyTuple_Pack(4, &PySlice_Type, parts[0], parts[1], parts[2]);
-    }
-    PyObject *key = PyTuple_CheckExact(x) ? PyTuple_New(PyTuple_GET_SIZE(x)) : NULL, *part;
-    for (Py_ssize_t i = 0; key && i < PyTuple_GET_SIZE(x); i++)
-        if ((part = index_key(PyTuple_GET_ITEM(x, i))))
-            PyTuple_SET_ITEM(key, i, part);
+    if (PyTuple_CheckExact(x))
+        return index_keys(&PyTuple_GET_ITEM(x, 0), PyTuple_GET_SIZE(x));
+    if (!PySlice_Check(x))
+        return NULL;
+    PyObject *ends[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
+    for (int i = 0; i < 3; i++)
+        if (ends[i] != Py_None && !PyLong_CheckExact(ends[i]))
+            return NULL;
+    return PyTuple_Pack(4, &PySlice_Type, ends[0], ends[1], ends[2]);
+}
+
+static PyObject *index_keys(PyObject *const *items, Py_ssize_t n)
+{
+    PyObject *keys = PyTuple_New(n), *key;
+    for (Py_ssize_t i = 0; keys && i < n; i++)
+        if ((key = index_key(items[i])))
+            PyTuple_SET_ITEM(keys, i, key);
         else
-            Py_CLEAR(key);
-    return key;
+            Py_CLEAR(keys);
+    return keys;
 }
 
 /* A view of a bare parameter, or of a view of it, that was asked for before by plain numbers (arguments.call_of_bare); NULL
@@ -364,13 +365,7 @@ static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *cons
         return NULL;
     unsigned long long of = (unsigned long long)(uintptr_t)args[0];
     long long mode = WHOLE(KNOWN(recorder), at.mode);
-    PyObject *given = PyTuple_New(n - 1), *part;
-    for (Py_ssize_t i = 1; given && i < n; i++)
-        if ((part = index_key(args[i])))
-            PyTuple_SET_ITEM(given, i - 1, part);
-        else
-            Py_CLEAR(given);
-    PyObject *key = given ? Py_BuildValue("(OKNL)", func, of, given, mode) : NULL;
+    PyObject *by = index_keys(args + 1, n - 1), *key = by ? Py_BuildValue("(OKNL)", func, of, by, mode) : NULL;
     if (key)
         view = Py_XNewRef(PyDict_GetItemWithError(asked, key));
     Py_XDECREF(key);

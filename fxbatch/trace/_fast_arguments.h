@@ -118,10 +118,9 @@ static int token_end(Arguments *a, PyObject *x)
    of another type, or complex. Those of which a row is looked up have become values (constant_of). */
 static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
 {
-    PyObject *base = get_base->get(t, get_base->closure), *owners = SLOT(KNOWN(recorder), at.owners);
-    PyObject *key = base && base != Py_None && owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(base) : NULL;
+    PyObject *base = get_base->get(t, get_base->closure);
     Described view, whole;
-    int known = key ? PyDict_Contains(owners, key) : 0;
+    int known = base && base != Py_None ? is_owned(recorder, base) : 0;
     if (known > 0 && (!describe(t, &view) || !describe(base, &whole) || view.dtype.code > 4 ||
                       memcmp(&view.dtype, &whole.dtype, sizeof view.dtype)))
         known = 0;
@@ -141,7 +140,6 @@ static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
             known = token(a, (PyObject *)Tensor, view.strides ? view.strides[d] : -1);
     if (known == 0)
         PyErr_Clear();
-    Py_XDECREF(key);
     Py_XDECREF(base);
     return known;
 }

@@ -419,14 +419,24 @@ static int note_use(PyObject *recorder, PyObject *t, PyObject *id)
     return call ? append_to(uses, call, t) : PyErr_Occurred() ? -1 : 0;
 }
 
-/* The Value of a real tensor met first now, or NULL without an error: then the slow path decides. */
+/* Whether a tensor is a parameter or buffer of a module that is watched; -1 on error. */
+static int is_owned(PyObject *recorder, PyObject *t)
+{
+    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
+    PyObject *key = owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(t) : NULL;
+    int found = key ? PyDict_Contains(owners, key) : PyErr_Occurred() ? -1 : 0;
+    Py_XDECREF(key);
+    return found;
+}
+
+/* The Value of a real tensor met first now that no module has, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
     PyObject *owners = SLOT(KNOWN(recorder), at.owners), *v = NULL;
     Kind kind;
     Described described;
     int64_t count = -1, number = 0;
-    if (!owners || !PyDict_Check(owners) || PyDict_Contains(owners, key) || !kind_from(t, &kind, &described))
+    if (!owners || !PyDict_Check(owners) || !kind_from(t, &kind, &described))
         return NULL;
     int is_read = integer_in(&described, &number);
     if (!is_read && (count = version_of(t)) < 0)
@@ -472,24 +482,14 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
     return found;
 }
 
-/* Whether a tensor is a parameter or buffer of a module that is watched; -1 on error. */
-static int is_owned(PyObject *recorder, PyObject *t)
-{
-    PyObject *owners = SLOT(KNOWN(recorder), at.owners);
-    PyObject *key = owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(t) : NULL;
-    int found = key ? PyDict_Contains(owners, key) : PyErr_Occurred() ? -1 : 0;
-    Py_XDECREF(key);
-    return found;
-}
-
 /* The Value of a real tensor, borrowed; NULL without an error when it is a shared operand, or where `views` count
    when it may be a view of one. */
 static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
 {
     Constants *constants = (Constants *)SLOT(recorder, at.constants);
     Constant *met = constants && Py_IS_TYPE(constants, &ConstantsType) ? constants_find(constants, t) : NULL;
-    if (met)
-        return met->value;
+    if (met || is_owned(recorder, t))
+        return met ? met->value : NULL;
     PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
     if (key) {
         int shared = perhaps_shared_view(recorder, t);
@@ -505,7 +505,7 @@ static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
         v = new_constant(recorder, t, key);
     }
     Py_XDECREF(key);
-    if (v || PyErr_Occurred() || is_owned(recorder, t))
+    if (v || PyErr_Occurred())
         return v;
     v = PyObject_CallFunctionObjArgs(slow_constant, recorder, t, NULL);
     if (!v || v == Py_None) {

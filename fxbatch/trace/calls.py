@@ -196,12 +196,7 @@ def call_function(
         if arguments.leaves and type(arguments.leaves[0]) in (Value, WrittenTensor) and not arguments.copied:
             recorder.remember(asked, args, kwargs, entry)
         return result
-    if (
-        entry.single
-        and entry.outcome is not None
-        and entry.outcome.same == (0,)
-        and arguments.begin_with_value
-    ):
+    if entry.gives_first and arguments.begin_with_value:
         entry.written_as = GIVES_SAME  # `h.to(h.dtype)`, `h.contiguous()`: the user's own object
         recorder.remember(asked, args, kwargs, entry)
         return args[0]

@@ -195,15 +195,16 @@ def _recorded(call: ModuleCall) -> object:
     if type(entry) is not Entry:
         return call.pass_through()
     entry.guards = recorder.knowledge.examined[id(record)].guards or None
-    plainly = call.marked is None and module is record.module and recorder.ask is not None  # in a forward
-    if plainly and _whole(entry) and arguments.begin_with_value:
+    by_itself = call.marked is None and module is record.module
+    in_forward = recorder.ask is not None  # else the call is made to find its signature again
+    if by_itself and in_forward and entry.gives_first and arguments.begin_with_value:
         entry.written_as = GIVES_SAME  # dropout in eval: the user's own object
         recorder.remember(module, call.args, call.kwargs, entry)
         return call.args[0]
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         link_views(entry, result, arguments.values, None, functools.partial(_recorded, call))
-    elif call.marked is None and module is record.module:
+    elif by_itself:
         recorder.remember(module, call.args, call.kwargs, entry)
     return result
 
@@ -282,11 +283,6 @@ def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
             f"{name} has a full backward hook: gradients of a minibatch never pass one call by itself; "
             f"register a hook on its parameters, or on a result{at_line()}"
         )
-
-
-def _whole(entry: Entry) -> bool:
-    """Whether the only output is all of the only input, unchanged (dropout in eval)."""
-    return entry.single and entry.outcome is not None and entry.outcome.same == (0,)
 
 
 def _holds_no_tensors(module: torch.nn.Module) -> bool:

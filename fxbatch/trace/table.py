@@ -163,6 +163,11 @@ class Entry:
         self.requires = 0  # ... and the answer
         self.once = 0  # 1: a call of parameters alone, which all of a recording's calls are one of
 
+    @property
+    def gives_first(self) -> bool:
+        """Whether the result is the first tensor that it is given, the object itself."""
+        return self.single and self.outcome is not None and self.outcome.same == (0,)
+
     def result(self, outputs: Sequence[object]) -> object:
         """The result of the call that gave these."""
         if self.single:

@@ -442,9 +442,7 @@ def _changes_module(
 
 @stands_for(torch.nn.Module, "__setattr__")
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
-    if (
-        name == "training" and self.__dict__.get(name) is value
-    ):  # as `eval()` sets it of all modules, again and again
+    if name == "training" and self.__dict__.get(name) is value:  # `eval()` again and again
         return
     if recorder.is_new(self) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
         plain(self, name, value)
