@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import html
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -82,6 +81,7 @@ class SignatureColumns:
     random: np.ndarray  # bool [signatures]
     numbers: np.ndarray  # int64 [types]: 0, 1, ...
     signatures: tuple[Signature, ...]
+    _each: dict[object, tuple[object, ...]] = field(repr=False)
     _facts: Cache[Hashable, Any] = field(default_factory=lambda: Cache("facts of signatures"), repr=False)
 
     def fact(self, find: Callable[..., T], *key: Hashable) -> T:
@@ -89,38 +89,73 @@ class SignatureColumns:
         fact: T | None = self._facts.get((find, key))
         return self._facts.put((find, key), find(self, *key)) if fact is None else fact
 
+    def each(self, find: Callable[[Signature], T]) -> tuple[T, ...]:
+        """`find` of each signature, made once, also where the columns were made of those of fewer."""
+        facts: tuple[T, ...] = self._each.get(find, ())  # type: ignore[assignment]  # what `find` gave
+        if len(facts) < len(self.signatures):
+            facts = (*facts, *map(find, self.signatures[len(facts) :]))
+            self._each[find] = facts
+        return facts
 
-def signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
+    @functools.cached_property
+    def modes(self) -> np.ndarray:
+        """int64 [signatures]: the number of each one's modes."""
+        numbers: dict[Modes, int] = {}
+        of_objects: dict[int, int] = {}  # many have the very same
+        for m in self.each(_modes_of):
+            if id(m) not in of_objects:
+                of_objects[id(m)] = numbers.setdefault(m, len(numbers))
+        return np.array([of_objects[id(m)] for m in self.each(_modes_of)], dtype=np.int64)
+
+
+def signature_columns(
+    signatures: tuple[Signature, ...], before: SignatureColumns | None = None
+) -> SignatureColumns:
     """The columns of these signatures, made once: the first of them keeps them, and they go with it. A cache of the
-    process would hold the operations of models that nobody has any more, with their parameters."""
+    process would hold the operations of models that nobody has any more, with their parameters. before: the columns of
+    the first of these signatures, where there are such."""
     if not signatures:
-        return _signature_columns(signatures)
+        return _signature_columns(signatures, None)
     cache: Cache[tuple[Signature, ...], SignatureColumns] | None = signatures[0].__dict__.get("_columns")
     if cache is None:
         cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
-    return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures))
+    return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures, before))
 
 
-def _signature_columns(signatures: tuple[Signature, ...]) -> SignatureColumns:
-    types = tuple(dict.fromkeys(itertools.chain.from_iterable(s.outputs for s in signatures)))
-    ids = {t: i for i, t in enumerate(types)}
-    arity = np.array([len(s.inputs) for s in signatures], dtype=np.int64)
-    width = np.array([len(s.outputs) for s in signatures], dtype=np.int64)
-    flat = np.array([ids[t] for s in signatures for t in s.outputs], dtype=np.int32)
-    constant = np.array([s.operation.kind in CONSTANT_KINDS for s in signatures], dtype=bool)
-    random = np.array([s.operation.random for s in signatures], dtype=bool)
+def _modes_of(signature: Signature) -> Modes:
+    return signature.modes
+
+
+def _signature_columns(
+    signatures: tuple[Signature, ...], before: SignatureColumns | None
+) -> SignatureColumns:
+    new = signatures if before is None else signatures[len(before.signatures) :]
+    ids = {} if before is None else dict(before.type_ids)
+    flat = [ids.setdefault(t, len(ids)) for s in new for t in s.outputs]
+    added: list[np.ndarray] = [
+        np.array([len(s.inputs) for s in new], dtype=np.int64),
+        np.array([len(s.outputs) for s in new], dtype=np.int64),
+        np.array(flat, dtype=np.int32),
+        np.array([s.operation.kind in CONSTANT_KINDS for s in new], dtype=bool),
+        np.array([s.operation.random for s in new], dtype=bool),
+    ]
+    if before is not None:
+        earlier = before.arity, before.width, before.output_types, before.constant, before.random
+        added = [np.concatenate(columns) for columns in zip(earlier, added, strict=True)]
+    arity, width, output_types, constant, random = added
     return SignatureColumns(
-        types,
+        tuple(ids),
         ids,
         arity,
         width,
         offsets(arity),
         offsets(width),
-        flat,
+        output_types,
         constant,
         random,
-        np.arange(len(types)),
+        np.arange(len(ids)),
         signatures,
+        {} if before is None else dict(before._each),
     )
 
 

@@ -56,6 +56,14 @@ class UnbatchedKernel(nn.Module):
         """Whether rows that it is given must be its own: it may write to them, or backward reads them."""
         return grad or self.signature.only_reads is None
 
+    def bare(self, shared: Sequence[torch.Tensor]) -> Body | None:
+        """The function to call with rows where they lie, in the modes of kernels, if nothing goes backward through it;
+        None where it may write to them, or needs other modes."""
+        modes = self.signature.modes
+        if modes.autocast or torch.get_default_dtype() != modes.default_dtype:
+            return None
+        return self.signature.direct(shared)
+
     def taped(
         self,
         groups: Sequence[torch.Tensor],
@@ -72,14 +80,14 @@ class UnbatchedKernel(nn.Module):
         before = torch.is_grad_enabled()
         try:
             tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
-            self._stack(tape.outputs, outs)
+            _stack(tape.outputs, outs)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
             # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
             takes = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
             tape = self._run(groups, shared, takes, shared_needs, n, grad)
-            self._stack(tape.outputs, outs)
+            _stack(tape.outputs, outs)
         finally:
             set_grad_enabled(before)
         return tape if grad else None
@@ -130,27 +138,29 @@ class UnbatchedKernel(nn.Module):
             set_grad_enabled(grad)
             results = _called(call, inputs, n)
         set_grad_enabled(False)
-        if len(signature.outputs) == 1 and set(map(type, results)) == _TENSOR:
-            return RowTape([results], inputs, shared)
-        return RowTape([*zip(*map(tensors_of, results), strict=True)], inputs, shared)
+        return RowTape(self.columns_of(results), inputs, shared)
+
+    def columns_of(self, results: Sequence[object]) -> list[Sequence[torch.Tensor]]:
+        """By output, what the calls gave; TraceError where it is not of the types that were recorded."""
+        signature = self.signature
+        if not results:
+            return []
+        columns: list[Sequence[torch.Tensor]] = [results]  # type: ignore[list-item]  # asked next
+        if len(signature.outputs) != 1 or set(map(type, results)) != _TENSOR:
+            columns = [*zip(*map(tensors_of, results), strict=True)]
+        # What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives.
+        for i, (column, kind) in enumerate(zip(columns, signature.outputs, strict=True)):
+            for x in column:
+                if x.shape != kind.shape or x.dtype is not kind.dtype:
+                    raise TraceError(
+                        f"{signature.name}: output {i} is {x.dtype}{list(x.shape)}, but on fake tensors "
+                        f"{kind.dtype}{list(kind.shape)}: call it on real tensors, outside of the forward"
+                    )
+        return columns
 
     @functools.cached_property
     def _devices(self) -> list[str]:
         return devices_of(self.signature)
-
-    def _stack(self, columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor]) -> None:
-        if not columns or not columns[0]:
-            return
-        # What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives.
-        for i, (column, kind) in enumerate(zip(columns, self.signature.outputs, strict=True)):
-            for x in column:
-                if x.shape != kind.shape or x.dtype is not kind.dtype:
-                    raise TraceError(
-                        f"{self.signature.name}: output {i} is {x.dtype}{list(x.shape)}, but on fake tensors "
-                        f"{kind.dtype}{list(kind.shape)}: call it on real tensors, outside of the forward"
-                    )
-        for column, out in zip(columns, outs, strict=True):
-            torch.stack(column, out=out)
 
     def backward(
         self, tape: RowTape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False
@@ -192,6 +202,11 @@ def _are_present(modes: Modes) -> bool:
 
 def _called(call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int) -> list[Any]:
     return [*map(call, *columns)] if columns else [call() for _ in range(n)]
+
+
+def _stack(columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor]) -> None:
+    for column, out in zip(columns, outs, strict=False):
+        torch.stack(column, out=out)
 
 
 def _column(grads: list[torch.Tensor | None], rows: Sequence[torch.Tensor]) -> torch.Tensor | None:

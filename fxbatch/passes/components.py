@@ -65,9 +65,9 @@ def _tarjan(feeds: list[list[int]]) -> list[list[int]]:
                 if work:
                     lowest[work[-1][0]] = min(lowest[work[-1][0]], lowest[node])
                 if lowest[node] == seen[node]:
-                    part = path[path.index(node) :]
-                    del path[-len(part) :]
-                    for member in part:
-                        on_path[member] = False
+                    part = []
+                    while on_path[node]:  # what was met after it
+                        part.append(path.pop())
+                        on_path[part[-1]] = False
                     parts.append(sorted(part))
     return parts

@@ -85,18 +85,24 @@ class _Kinds(NamedTuple):
 
 def _kinds(columns: SignatureColumns) -> _Kinds | tuple[()]:
     """Empty where nothing takes a row of a stack, or of what treats rows by themselves."""
-    signatures = columns.signatures
-    modes = list(dict.fromkeys(s.modes for s in signatures))
     kinds = _Kinds(
-        np.array([is_stack(s) for s in signatures], dtype=bool),
-        np.array([row_read(s) for s in signatures], dtype=np.int64),
-        np.array([modes.index(s.modes) for s in signatures], dtype=np.int64),
-        np.array([s.modes.grad for s in signatures], dtype=bool),
-        np.array([treats_rows_alike(s) for s in signatures], dtype=bool),
-        np.array([s.operation.kind == "constant" and s.outputs[0].shape != () for s in signatures], bool),
+        np.array(columns.each(is_stack), dtype=bool),
+        np.array(columns.each(row_read), dtype=np.int64),
+        columns.modes,
+        np.array(columns.each(_has_gradients), dtype=bool),
+        np.array(columns.each(treats_rows_alike), dtype=bool),
+        np.array(columns.each(_has_rows), dtype=bool),
         np.array([t.shape[0] if t.shape else 0 for t in columns.types], dtype=np.int64),
     )
     return kinds if (kinds.stack | kinds.alike).any() and (kinds.row != NO_ROW).any() else ()
+
+
+def _has_gradients(signature: Signature) -> bool:
+    return signature.modes.grad
+
+
+def _has_rows(signature: Signature) -> bool:
+    return signature.operation.kind == "constant" and signature.outputs[0].shape != ()
 
 
 def treats_rows_alike(signature: Signature) -> bool:

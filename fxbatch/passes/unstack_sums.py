@@ -46,11 +46,7 @@ _PLACES = 64  # positions that what replaces one call may take: fewer rounds tha
 def _kinds(columns: SignatureColumns) -> np.ndarray:
     """int64 [3, signatures]: whether each stacks along the first dimension, whether it reduces that (1: a sum, 2: a
     mean), the number of its modes; empty where nothing can reduce a stack."""
-    signatures = columns.signatures
-    modes = list(dict.fromkeys(s.modes for s in signatures))
-    kinds = np.array(
-        [(is_stack(s), _reduction(s), modes.index(s.modes)) for s in signatures], dtype=np.int64
-    ).T
+    kinds = np.array([columns.each(is_stack), columns.each(_reduction), columns.modes], dtype=np.int64)
     return kinds if len(kinds) and kinds[:2].any(axis=1).all() else kinds[:0]
 
 

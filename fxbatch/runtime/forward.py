@@ -30,6 +30,7 @@ from fxbatch.runtime.operands import Asked
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.structure_cache import OperationSet
 from fxbatch.runtime.watchers import named_step
+from fxbatch.signature import Body
 from fxbatch.torch_private import profiler_enabled
 
 
@@ -212,7 +213,7 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
     phase.views = None
     if phase.whole_plan is not None:
         memory.take(phase.operations.arrays, phase.whole_plan)
-    launches, k, steps = 0, 0, len(phase.plan)
+    launches, k, steps, rows = 0, 0, len(phase.plan), RowCalls(phase, memory)
     native_steps = native_steps_of(phase, memory, workspace, {}) if native else None
     while k < steps:
         stop = k
@@ -220,25 +221,82 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
             stop = native_steps.forward(k, steps)
             launches += stop - k
         if stop < steps:
-            launches += _run_one(phase, memory, workspace, stop, native=native_steps is not None)
+            launches += _run_one(phase, memory, workspace, stop, rows, native=native_steps is not None)
         k = stop + 1
     if not phase.whole:
         phase.views = None  # the next phase moves the memory
     return launches
 
 
-def _run_one(phase: Phase, memory: Memory, workspace: Workspace, k: int, *, native: bool) -> int:
+def _run_one(
+    phase: Phase, memory: Memory, workspace: Workspace, k: int, rows: RowCalls, *, native: bool
+) -> int:
     """A step that has no native program, or that its program can't run."""
     if (compiled := phase.operation(k)).forward is None:
         return _fill(phase, memory, k, native=native)
-    views = phase.views = phase.views_in(memory)
     n = phase.plan.step_rows.item(k)
     begun = stopwatch.now() if compiled.is_late else 0.0
     with named_step(compiled.signature.name, n, "forward"):
-        compiled.forward(views[k], workspace)
+        if not rows.run(k, compiled):
+            views = phase.views = phase.views_in(memory)
+            compiled.forward(views[k], workspace)
     if compiled.is_late:
         compiled.count_late(stopwatch.now() - begun, n)
     return n if compiled.unbatched is not None else 1
+
+
+class RowCalls:
+    """Steps of a phase whose operations run call by call, with rows where they lie: of what only reads, and nothing
+    goes backward through."""
+
+    def __init__(self, phase: Phase, memory: Memory) -> None:
+        self.phase, self.memory = phase, memory
+        self._calls: dict[int, Body | None] = {}  # by signature
+
+    @functools.cached_property
+    def _columns(self) -> tuple[list[int], ...]:
+        p = self.phase.plan
+        columns = (
+            p.step_signature, p.step_rows, p.first_gather, p.gather_kind, p.gather_start, p.gather_arena,
+            p.first_block, p.block_start, p.block_arena,
+        )  # fmt: skip
+        return tuple([column.tolist() for column in columns])
+
+    @functools.cached_property
+    def _arenas(self) -> list[torch.Tensor]:
+        return [self.memory.arena_of(kind) for kind in self.phase.plan.arenas]
+
+    def run(self, k: int, compiled: CompiledOperation) -> bool:
+        """Run step k, whose operation this is. Whether it is such a step; else nothing is done."""
+        kernel = compiled.unbatched
+        if kernel is None or any(map(any, compiled.needs)):
+            return False
+        signatures, rows, first_gather, kinds, starts, of, first_block, block_start, block_arena = (
+            self._columns
+        )
+        s, n, arenas = signatures[k], rows[k], self._arenas
+        if s not in self._calls:
+            self._calls[s] = kernel.bare(self.memory.shared[kernel.signature])
+        call = self._calls[s]
+        if call is None:
+            return False
+        columns: list[Sequence[torch.Tensor]] = []
+        for g in range(first_gather[k], first_gather[k + 1]):
+            arena, first = arenas[of[g]], starts[g]
+            if kinds[g] == INDEX:
+                columns.append([arena[row] for row in self.phase.plan.indices[first : first + n].tolist()])
+            elif n == 1 or kinds[g] == BROADCAST:
+                columns.append([arena[first]] * n)
+            else:
+                columns.append(arena.narrow(0, first, n).unbind(0))
+        results = kernel.columns_of([*map(call, *columns)] if columns else [call() for _ in range(n)])
+        for j, column in enumerate(results, first_block[k]):
+            arena, first = arenas[block_arena[j]], block_start[j]
+            if n == 1:
+                arena[first].copy_(column[0])
+            else:
+                torch.stack([*column], out=arena.narrow(0, first, n))
+        return True
 
 
 def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> int:

@@ -318,22 +318,25 @@ class OperationCache:
         *,
         may_build: Callable[[], bool] = lambda: True,
         late: bool = False,
+        most: int | None = None,
         **options: Any,
     ) -> CompiledOperation:
         """The compiled operation, made now if it is new; one that runs call by call, for now, if it is `late`, may not
         be built, or is of more than `most` calls."""
-        most = options.pop("most", None)
         state = tuple(
-            (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
-            for t in shared
+            [
+                (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
+                for t in shared
+            ]
         )
-        named = tuple(sorted(options.items(), key=lambda x: x[0]))
-        key, waiting_key = ((id(signature), needs, state, x, named) for x in (late, True))
+        named = tuple(options.items())
+        key = id(signature), needs, state, late, named
         compiled = self._entries.get(key)
         if compiled is not None and compiled.signature is signature:
             self.hits += 1
             return compiled
         self.misses += 1
+        waiting_key = id(signature), needs, state, True, named
         waiting = self._entries.get(waiting_key)
         expected = waiting.expected if waiting is not None and waiting.signature is signature else 0.0
         is_large = most is not None and expected > SECONDS_A_CALL * most

@@ -284,7 +284,7 @@ class SignatureTable:
         snapshot = self._snapshot
         if len(snapshot[0]) != len(self.signatures):
             signatures = tuple(self.signatures)
-            snapshot = self._snapshot = signatures, signature_columns(signatures)
+            snapshot = self._snapshot = signatures, signature_columns(signatures, snapshot[1])
         return snapshot
 
     def arity(self) -> np.ndarray:

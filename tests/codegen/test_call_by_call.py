@@ -14,6 +14,7 @@ import fxbatch
 from fxbatch import signature as module
 from fxbatch.codegen import call_by_call
 from fxbatch.ir import Operation, Signature, Slot, Template
+from fxbatch.runtime import forward as forward_module
 from fxbatch.runtime import operation_cache
 from tests.oracle import check_equal
 
@@ -79,6 +80,34 @@ def test_calls_one_by_one_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 def _one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operation_cache, "MANY_NEW", -1)
     monkeypatch.setattr(operation_cache, "ENOUGH_CALLS", 10**9)
+
+
+@pytest.mark.parametrize("instances", [1, 3, 12])
+def test_without_gradients_calls_are_given_rows_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch, instances: int
+) -> None:
+    """Inputs that lie together, apart, and one for all; several outputs; nothing is gathered or put together."""
+    _one_by_one(monkeypatch)
+    gathered: list[int] = []
+    monkeypatch.setattr(
+        forward_module.StepViews, "__getitem__", lambda views, k: gathered.append(k) or pytest.fail("views")
+    )
+
+    class Mixed(Model):
+        @fxbatch.autobatch(adaptive=False, fuse=False)
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(x)
+            values, places = h.sort(descending=bool(h[0] > 0))
+            pair = self.cell(values if places.sum() > 2 else x, (h, values))
+            for row in (torch.zeros(3), torch.ones(3)):
+                h = torch.where(h > row, pair[0], pair[1]) + row.sum()
+            return torch.stack([h, values.flip(0), pair[1]])
+
+    model, data = Mixed(), [torch.randn(3) for _ in range(instances)]
+    with torch.no_grad():
+        check_equal(model, data, gradients=False)
+        model(data)
+    assert not gathered
 
 
 def test_a_step_of_many_calls_asks_autograd_once_and_its_parameters_hooks_run_once(

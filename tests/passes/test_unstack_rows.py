@@ -43,6 +43,35 @@ def test_what_is_kept_of_signatures_is_apart_for_functions_of_one_name() -> None
     assert len(unstack_sums._kinds(columns)) == 0 and unstack_rows_module._kinds(columns)
 
 
+def test_a_table_that_grows_asks_what_is_new_alone() -> None:
+    """A minibatch of new shapes cost as much as all signatures that were ever met."""
+    asked: list[fxbatch.ir.Signature] = []
+
+    def counted(signature: fxbatch.ir.Signature) -> int:
+        asked.append(signature)
+        return len(asked)
+
+    every = (*STACKS.values(), ROW)
+    few = signature_columns(every[:2])
+    assert few.each(counted) == (1, 2) == few.each(counted)
+    more = signature_columns(every, few)
+    assert more.each(counted) == tuple(range(1, len(every) + 1)) and asked == list(every)
+    del every[0].__dict__["_columns"]
+    whole = signature_columns(every)
+    assert whole is not more and whole.types == more.types
+    for name in (
+        "arity",
+        "width",
+        "first_slot",
+        "first_output",
+        "output_types",
+        "constant",
+        "random",
+        "modes",
+    ):
+        assert getattr(more, name).tolist() == getattr(whole, name).tolist()
+
+
 def first_and_last(self: Any, xs: Any) -> Any:
     h = torch.stack([torch.tanh(self.l(x)) for x in xs])
     return self.k(h[0]) + h[-1] * h[1]

@@ -262,11 +262,11 @@ def test_columns_are_those_of_the_snapshot_while_another_thread_adds(monkeypatch
     """Between a snapshot and its columns another thread may ask for both: it was given older columns."""
     table, seen = SignatureTable(100), []
 
-    def meanwhile(signatures: tuple[ir.Signature, ...]) -> ir.SignatureColumns:
+    def meanwhile(*args: Any) -> ir.SignatureColumns:
         asked.append(None)
         if len(asked) == 1:
             seen.append(table.snapshot_and_columns())
-        return ir.signature_columns(signatures)
+        return ir.signature_columns(*args)
 
     asked: list[None] = []
 
