@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import Shape, Size, UnknownExpressionError, column_source, depends, expression
+from fxbatch.ragged.packed_column import DENSE, PACKED, PADDED, WHOLE
 from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
 from fxbatch.torch_private import (
@@ -36,7 +37,6 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 
-WHOLE, DENSE, PACKED, PADDED = "whole", "dense", "packed", "padded"
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
 
 

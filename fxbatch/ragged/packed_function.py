@@ -8,7 +8,7 @@ In: a body of one instance, example tensors, and which dimensions are the instan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import columns_function, depends
 from fxbatch.ragged.lengths import Lengths, interleaved
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Lowered, Packed, lower
+from fxbatch.ragged.lower import Lowered, Packed, lower
+from fxbatch.ragged.packed_column import PackedColumn, together
 from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
-from fxbatch.ragged.values_alone import alone, apart, together
+from fxbatch.ragged.values_alone import alone
 from fxbatch.torch_private import set_grad_enabled
 
 
@@ -329,88 +330,6 @@ class PackedMinibatch:
 
 
 _RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-
-
-class PackedColumn:
-    """One tensor of each instance, in the layout in which a packed function gives and takes them."""
-
-    def __init__(
-        self, tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
-    ) -> None:
-        self._grad = torch.is_grad_enabled()
-        self.tensor = tensor if self._grad or not tensor.requires_grad else tensor.detach()
-        self._layout, self._axes, self._lengths, self._n = layout, axes, lengths, n
-        self._parts: list[torch.Tensor] | None = None
-        self._rows: dict[bool, PackedColumn] = {}
-
-    @staticmethod
-    def of_rows(tensor: torch.Tensor) -> PackedColumn:
-        """The rows of a tensor."""
-        return PackedColumn(tensor, DENSE, (), [], len(tensor))
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._apart())
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return self._apart()[i]
-
-    def _apart(self) -> list[torch.Tensor]:
-        if self._parts is None:
-            with torch.set_grad_enabled(self._grad):
-                self._parts = apart(self.tensor, self._layout, self._axes, self._lengths, self._n)
-        return self._parts
-
-    def by_rows(self, *, grad: bool) -> tuple[PackedColumn, np.ndarray, np.ndarray] | None:
-        """All rows of all its tensors as a column, where those of each begin, and how many each has; None where they
-        don't lie one behind the other. grad: whether gradients go through them."""
-        if self._layout == DENSE and self.tensor.dim() > 1:
-            each = self.tensor.shape[1]
-            begins, counts = np.arange(self._n) * each, np.full(self._n, each)
-        elif self._layout == PACKED and tuple(self._axes) == (0,):
-            begins, counts = self._lengths[0].starts, self._lengths[0].sizes
-        else:
-            return None
-        if grad not in self._rows:
-            with torch.set_grad_enabled(grad):
-                tensor = self.tensor.flatten(0, 1) if self._layout == DENSE else self.tensor
-                self._rows[grad] = PackedColumn.of_rows(tensor)
-        return self._rows[grad], begins, counts
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all its tensors have one shape."""
-        return self._layout == DENSE
-
-    def taken(self, places: Sequence[int]) -> Sequence[torch.Tensor] | PackedColumn:
-        """The tensors at these places, in this order."""
-        if places == list(range(self._n)):
-            return self
-        if self._layout not in (DENSE, PACKED):
-            parts = self._apart()
-            return [parts[i] for i in places]
-        rows, lengths = np.array(places, dtype=np.int64), []
-        if self._layout == PACKED:
-            (size,) = self._lengths
-            lengths = [Lengths(size.sizes[rows], self.tensor.device)]
-            rows = size.starts[rows][lengths[0].segments] + lengths[0].positions
-        with torch.set_grad_enabled(self._grad):
-            tensor = self.tensor.index_select(0, torch.from_numpy(rows).to(self.tensor.device))
-            return PackedColumn(tensor, self._layout, self._axes, lengths, len(places))
-
-    def stacked(self, places: Sequence[int], counts: Sequence[int]) -> PackedColumn:
-        """Stacks of the tensors at these places, so many in each; all have one shape."""
-        rows = self.taken(places)
-        assert isinstance(rows, PackedColumn)
-        sizes = Lengths(np.array(counts, dtype=np.int64), rows.tensor.device)
-        return PackedColumn(rows.tensor, PACKED, (0,), [sizes], len(counts))
-
-    def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
-        """The sizes of these dimensions; None where other ones differ."""
-        as_they_lie = self._layout != WHOLE and tuple(dims) == tuple(self._axes)
-        return [x.sizes for x in self._lengths] if as_they_lie else None
 
 
 @dataclass

@@ -13,10 +13,8 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lengths import Lengths
 from fxbatch.ragged.lower import (
     DENSE,
-    PACKED,
     WHOLE,
     Emitted,
     Emitter,
@@ -26,6 +24,7 @@ from fxbatch.ragged.lower import (
     own_dimensions,
     shape_of,
 )
+from fxbatch.ragged.packed_column import apart, together
 from fxbatch.ragged.recurrent import NODES
 from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
 
@@ -90,49 +89,6 @@ class Alone:
             lengths = [sizes.pop(0) for _ in axes]
             out.append(together([r[place] for r in results], axes, lengths))
         return out
-
-
-def apart(
-    tensor: torch.Tensor, layout: str, axes: Sequence[int], lengths: Sequence[Lengths], n: int
-) -> list[torch.Tensor]:
-    """A value as the tensors of the instances; lengths: of its own dimensions. Contiguous, as views of them may ask."""
-    if layout == WHOLE:
-        return [tensor] * n
-    if layout == DENSE:
-        return list(tensor.unbind(0))
-    if layout == PACKED:
-        return [p.movedim(0, axes[0]).contiguous() for p in tensor.split(lengths[0].list)]
-    a, b = lengths
-    return [tensor[i, : a.list[i], : b.list[i]].movedim((0, 1), tuple(axes)).contiguous() for i in range(n)]
-
-
-def together(
-    parts: Sequence[torch.Tensor], axes: Sequence[int], lengths: Sequence[Lengths] = ()
-) -> torch.Tensor:
-    """The tensors of the instances in their layout; axes: the dimensions of their own; lengths: of these, if two."""
-    if not axes:
-        return torch.stack(list(parts))
-    if len(axes) == 1:
-        joined = torch.cat(list(parts), dim=axes[0])
-        return joined.movedim(axes[0], 0) if axes[0] else joined
-    return _padded_together([p.movedim(tuple(axes), (0, 1)) for p in parts], *lengths)
-
-
-def _padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Lengths) -> torch.Tensor:
-    """Tensors [T, S, ...] => [n, longest T, longest S, ...]; padding repeats elements of the instance."""
-    rows = torch.cat([p.reshape(-1, *p.shape[2:]) for p in parts])
-    sizes = first.sizes * second.sizes
-    starts = torch.from_numpy(sizes.cumsum() - sizes)
-    i, j = (
-        torch.arange(size.longest, device="cpu").minimum((size.column.cpu()[:, None] - 1).clamp(min=0))
-        for size in (first, second)
-    )
-    place = starts[:, None, None] + i[:, :, None] * second.column.cpu()[:, None, None] + j[:, None, :]
-    place[torch.from_numpy(sizes == 0)] = len(rows)
-    if (sizes == 0).any():
-        rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
-    flat = rows.index_select(0, place.reshape(-1).to(rows.device))
-    return flat.reshape(first.n, first.longest, second.longest, *rows.shape[1:])
 
 
 def alone(e: Emitter, node: fx.Node) -> Emitted:

@@ -29,9 +29,11 @@ from fxbatch.mistakes import report
 from fxbatch.passes.select import calls_behind, eliminate_dead, met_alone, number_segments, select_calls
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import summed_stacks
+from fxbatch.ragged.packed_column import PackedColumn
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.packed_route import SECONDS
-from fxbatch.runtime.run import AT_HAND, HELD_APART, Run, ValueTensors
+from fxbatch.runtime.run import Run
+from fxbatch.runtime.value_tensors import HELD_APART, Column, Tensors, ValueTensors, is_of_packed
 from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
@@ -39,9 +41,7 @@ from fxbatch.trace.constants import RowColumn
 from fxbatch.trace.table import CallArguments, Entry, SignatureTable, static_key
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
-    from fxbatch.ragged.packed_function import PackedColumn, PackedFunction
-
-    Column = Sequence[torch.Tensor] | PackedColumn
+    from fxbatch.ragged.packed_function import PackedFunction
 
 MEMBERS = 3  # calls of different shapes that are met before a family is built
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
@@ -317,10 +317,8 @@ class PackedCalls:
                 return as_it_is
         work = _Resolution(program, tensors, None if waits is None else run)
         self._run_packed(work, packed, grad=grad)
-        if (
-            tensors.number is None and not tensors.held and waits is None
-        ):  # none ran: all is where it would be
-            return program
+        if tensors.number is None and not work.resolved.any() and waits is None:
+            return program  # none ran: all is where it would be
         work.take_rows()
         if waits is not None:
             self._run_between(work, run, table, packed, waits)
@@ -359,19 +357,20 @@ class PackedCalls:
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         """Run those calls whose inputs are at hand."""
         sig = work.program.sig
+        families = list(dict.fromkeys(packed.values()))
+        of = np.full(len(work.program.signatures), -1)
+        of[list(packed)] = [families.index(family) for family in packed.values()]
         waiting = _calls_of(work.program, packed) & work.left
         while waiting.any():
             ready = np.flatnonzero(waiting & work.have_inputs())
             if not len(ready):
                 return
-            by_family: dict[CallFamily, list[int]] = {}
-            for c, s in zip(ready.tolist(), sig[ready].tolist(), strict=True):
-                by_family.setdefault(packed[s], []).append(c)
-            for family, calls in by_family.items():
-                self._step(work, family, calls, grad=grad)
+            mine = of[sig[ready]]
+            for first in np.sort(np.unique(mine, return_index=True)[1]).tolist():
+                self._step(work, families[mine[first]], ready[mine == mine[first]], grad=grad)
             waiting[ready] = False
 
-    def _step(self, work: _Resolution, family: CallFamily, calls: list[int], *, grad: bool) -> None:
+    def _step(self, work: _Resolution, family: CallFamily, calls: np.ndarray, *, grad: bool) -> None:
         """All calls of one family at once."""
         function, program = family.function, work.program
         family.calls += len(calls)
@@ -389,7 +388,7 @@ class PackedCalls:
                 return
             outputs, z = function(columns, shared, function.columns_of(columns), signature.inputs[0].device)
             parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-        work.give(calls, [[(part, i) for i in range(z.n)] for part in parts])
+        work.give(calls, parts)
 
     def _agrees(
         self, family: CallFamily, columns: Sequence[Sequence[torch.Tensor]], shared: Sequence[torch.Tensor]
@@ -441,7 +440,6 @@ class _Resolution:
         self.program, self.tensors, self.run = program, values, run
         values.make_room(program.values)
         values.note(program)
-        self.held = values.held
         self.resolved = np.zeros(len(program), dtype=bool)
         self.ran = self.resolved.copy()  # in the run's memory
         own = np.full(len(program.call_of_value), -1, dtype=np.int64)
@@ -461,112 +459,100 @@ class _Resolution:
             missing &= self.number[p.inputs] < 0
         return np.bincount(p.reader[missing], minlength=len(p)) == 0
 
-    def columns_of(self, calls: list[int]) -> list[Column]:
+    def columns_of(self, calls: np.ndarray) -> list[Tensors]:
         """What these calls read, by input: tensors, or a packed column of them."""
-        columns: list[Column] = []
+        columns: list[Tensors] = []
         p = self.program
         for k, t in enumerate(p.signatures[p.sig[calls[0]]].inputs):
-            values = p.inputs[p.input_offsets[calls] + k].tolist()
-            at = self.places(values)
+            values = p.inputs[p.input_offsets[calls] + k]
+            at = self.column_of(values)
             columns.append(self.tensors_of(values, [t] * len(values)) if at is None else at[0].taken(at[1]))
         return columns
 
-    def places(self, values: Sequence[int]) -> tuple[PackedColumn, list[int]] | None:
-        """The column that has all these values, and where; None if there is none."""
-        if self.run is not None and not self.tensors.marks[values].any():
-            return self._rows_in_memory(self.run, values)
-        held, constant = self.held, self.tensors.constant
-        every = [held[v] if v in held else constant.get(v) for v in values]
-        column: PackedColumn | None = every[0][0] if isinstance(every[0], tuple) else None
-        at = [x[1] for x in every if isinstance(x, tuple) and x[0] is column]
-        return None if column is None or len(at) < len(every) else (column, at)
-
-    def _rows_in_memory(self, run: Run, values: Sequence[int]) -> tuple[PackedColumn, list[int]] | None:
-        """Values of one type in the run's memory, as a column."""
-        from fxbatch.ragged.packed_function import PackedColumn
-
+    def column_of(self, values: np.ndarray) -> tuple[PackedColumn, np.ndarray] | None:
+        """The column that has all these values, or one of rows of the run's memory, and where; None if none has."""
+        if self.run is None or self.tensors.marks[values].any():
+            return self.tensors.column_of(values)
         number = self.number[values]
-        kinds = run.value_type[number]
+        kinds = self.run.value_type[number]
         if (kinds != kinds[:1]).any():
             return None
-        return PackedColumn.of_rows(run.rows(number).detach()), list(range(len(values)))
+        return PackedColumn.of_rows(self.run.rows(number).detach()), np.arange(len(values))
 
-    def tensors_of(self, values: Sequence[int], types: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    def tensors_of(self, values: np.ndarray, types: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """Values that are at hand, or in the run's memory."""
-        inside = [v for v in values if not self.tensors.marks[v]]
-        if not inside:
-            return [self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
-        assert self.run is not None
-        of = dict(zip(inside, self.run.in_memory(self.number[inside]), strict=True))
-        return [of[v] if v in of else self.tensors.of(v, t) for v, t in zip(values, types, strict=True)]
+        inside = values[self.tensors.marks[values] == 0]
+        of: dict[int, torch.Tensor] = {}
+        if len(inside):
+            assert self.run is not None
+            of = dict(zip(inside.tolist(), self.run.in_memory(self.number[inside]), strict=True))
+        pairs = zip(values.tolist(), types, strict=True)
+        return [of[v] if v in of else self.tensors.of(v, t) for v, t in pairs]
 
-    def stacks_of(self, calls: Sequence[int]) -> Sequence[object]:
-        """What these calls give, which stack rows: places in a column, where all rows are in one."""
+    def stacks_of(self, calls: np.ndarray) -> Column:
+        """What these calls give, which stack rows: a packed column, where all rows are in one."""
         offsets, inputs = self.program.input_offsets, self.program.inputs
-        rows = [inputs[offsets[c] : offsets[c + 1]].tolist() for c in calls]
-        at = self.places([v for row in rows for v in row])
+        rows = [inputs[offsets[c] : offsets[c + 1]] for c in calls.tolist()]
+        at = self.column_of(np.concatenate(rows))
         if at is None or not at[0].is_dense:
-            return [torch.stack(self.inputs_of(c)) for c in calls]
-        stacks = at[0].stacked(at[1], list(map(len, rows)))
-        return [(stacks, i) for i in range(len(calls))]
+            return [torch.stack(self.inputs_of(c)) for c in calls.tolist()]
+        return at[0].stacked(at[1], list(map(len, rows)))
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
-        values = self.program.inputs[
-            self.program.input_offsets[c] : self.program.input_offsets[c + 1]
-        ].tolist()
-        types = self.program.signatures[self.program.sig[c]].inputs
-        return self.tensors_of(values, types)
+        p = self.program
+        values = p.inputs[p.input_offsets[c] : p.input_offsets[c + 1]]
+        return self.tensors_of(values, p.signatures[p.sig[c]].inputs)
 
-    def give(self, calls: Sequence[int], parts: Sequence[Sequence[object]]) -> None:
+    def give(self, calls: np.ndarray, parts: Sequence[Column]) -> None:
         """Calls have run; parts: the values of each output."""
         first = self.program.first_value[calls]
         for k, column in enumerate(parts):
-            self.held.update(zip((first + k).tolist(), column, strict=True))
-            self.tensors.marks[first + k] = HELD_APART
+            self.tensors.put(first + k, column, mark=HELD_APART)
         self.resolved[calls] = True
 
     def take_rows(self) -> None:
         """Rows of what packed calls gave, where they are read one by one (`x[3]`, `for row in x`)."""
-        p, constant = self.program, self.tensors.constant
-        readers = _readers(p, self.tensors)
+        p, tensors = self.program, self.tensors
+        readers = _readers(p, tensors)
         readers = readers[~self.resolved[readers]]
-        rows_of: dict[bool, dict[int, Sequence[object]]] = {False: {}, True: {}}
-        done = np.zeros(len(p), dtype=bool)
         for s in np.unique(p.sig[readers]).tolist():
             place, grad = row_read(p.signatures[s]), p.signatures[s].modes.grad
             if place == NO_ROW:
                 continue
-            calls, rows = readers[p.sig[readers] == s], rows_of[grad]
-            first = p.input_offsets[calls]
-            sources = p.inputs[first].tolist()
-            numbers = p.inputs[first + 1].tolist() if place == LIFTED else ()
-            places = list(map(constant.get, numbers)) if place == LIFTED else [place] * len(calls)
-            values = p.first_value[calls].tolist()
-            for c, v, at, value in zip(calls.tolist(), sources, places, values, strict=True):
-                if type(at) is not int or v not in self.held:
+            calls = readers[p.sig[readers] == s]
+            calls = calls[tensors.marks[p.inputs[p.input_offsets[calls]]] == HELD_APART]
+            numbers: list[object] = [place] * len(calls)
+            if place == LIFTED:
+                calls = calls[tensors.marks[p.inputs[p.input_offsets[calls] + 1]] > 0]
+                numbers = tensors.items(p.inputs[p.input_offsets[calls] + 1])
+            rows_of: dict[int, tuple[Column, int, int]] = {}
+            columns: dict[int, tuple[Column, list[int], list[int]]] = {}  # by id; values, places in it
+            sources, values = p.inputs[p.input_offsets[calls]].tolist(), p.first_value[calls].tolist()
+            for c, v, at, value in zip(calls.tolist(), sources, numbers, values, strict=True):
+                if type(at) is not int:
                     continue
-                if v not in rows:
-                    rows[v] = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
-                if at == ALL:
-                    constant.update(enumerate(rows[v], value))
-                else:
-                    constant[value] = rows[v][at]
-                done[c] = True
-        self.tensors.marks[np.flatnonzero(done[p.call_of_value]) + p.first_value[0]] |= AT_HAND
-        self.resolved |= done
+                if v not in rows_of:
+                    rows_of[v] = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
+                column, first, count = rows_of[v]
+                mine = columns.setdefault(id(column), (column, [], []))
+                mine[1].extend(range(value, value + count) if at == ALL else (value,))
+                mine[2].extend(range(first, first + count) if at == ALL else (first + range(count)[at],))
+                self.resolved[c] = True
+            for column, those, places in columns.values():
+                tensors.put(np.array(those), column, np.array(places))
 
-    def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> Sequence[object]:
-        """The rows of what a packed call gave: tensors, or places in a column."""
-        x = self.held[v]
-        column, i = x if isinstance(x, tuple) else (None, 0)
-        if column is not None and (rows := column.by_rows(grad=grad)) is not None:
+    def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> tuple[Column, int, int]:
+        """The rows of what a packed call gave: in which column they are, the first, and how many."""
+        at = self.tensors.column_of(np.array([v]))
+        if at is not None and (rows := at[0].by_rows(grad=grad)) is not None:
             column, begins, counts = rows
-            first = begins.item(i)
-            return [(column, row) for row in range(first, first + counts.item(i))]
+            i = at[1].item(0)
+            return column, begins.item(i), counts.item(i)
         whole = self.tensors.of(v, kind)
         with torch.set_grad_enabled(grad and whole.requires_grad):
-            return (whole if grad else whole.detach()).unbind(0)
+            parts = (whole if grad else whole.detach()).unbind(0)
+        return parts, 0, len(parts)
 
     def program_left(self, table: SignatureTable, part: np.ndarray | None = None) -> Program:
         """The calls that are left, or a part of them (bool [calls]), behind constants for those values of others that
@@ -588,8 +574,6 @@ class _Resolution:
         number = before.copy()
         number[values] = tensors.count + np.arange(len(values))
         number[p.known :][inside] = tensors.count + len(values) + np.arange(int(inside.sum()))
-        constant = tensors.constant if len(values) else {}
-        payload = [self.held[v] if v in self.held else constant[v] for v in values.tolist()]
         cuts = np.flatnonzero(np.diff(sig)) + 1
         payloads: dict[int, Sequence[object]] = {}
         for first, last in itertools.pairwise([0, *cuts.tolist(), len(sig)] if len(sig) else []):
@@ -601,7 +585,7 @@ class _Resolution:
             ):
                 payloads[s] = p.constants[s]
             else:
-                payloads[s] = payload[first:last]
+                payloads[s] = tensors.payload(mine)
         program = Program(
             signatures=signatures, sig=np.concatenate([sig, p.sig[runs]]), inputs=number[entries],
             instance=np.concatenate([instance, p.instance[runs]]), outputs=number[outputs], known=tensors.count,
@@ -677,26 +661,19 @@ def _types_by_number(program: Program, number: np.ndarray) -> np.ndarray | None:
 
 def _at_hand(program: Program) -> Program:
     """The program with rows of tensors, or the tensors that its constants are, where these are places in columns."""
-    places = [s for s, x in program.constants.items() if type(x) is list and tuple in set(map(type, x))]
-    constants = dict(program.constants)
-    for s in places:
-        constants[s] = _rows_at_hand(constants[s])
-    return dataclasses.replace(program, constants=constants) if places else program
+    constants = {s: _rows_at_hand(x) if is_of_packed(x) else x for s, x in program.constants.items()}
+    changed = any(constants[s] is not x for s, x in program.constants.items())
+    return dataclasses.replace(program, constants=constants) if changed else program
 
 
-def _rows_at_hand(
-    payload: Sequence[torch.Tensor | tuple[PackedColumn, int]],
-) -> Sequence[torch.Tensor]:
-    """Constants that are tensors, and places in columns."""
-    columns = [x[0] if isinstance(x, tuple) else x for x in payload]
-    rows = np.array([x[1] if isinstance(x, tuple) else -1 for x in payload], dtype=np.int64)
-    ids = np.array(list(map(id, columns)), dtype=np.int64)
-    _, first, source = np.unique(ids, return_index=True, return_inverse=True)
-    sources = [columns[i] for i in first.tolist()]
+def _rows_at_hand(payload: RowColumn) -> Sequence[torch.Tensor]:
+    """Constants that are tensors, and places in packed columns."""
+    sources: Sequence[torch.Tensor | PackedColumn] = payload.sources
     if all(isinstance(x, torch.Tensor) or x.is_dense for x in sources):
         tensors = [x if isinstance(x, torch.Tensor) else x.tensor for x in sources]
-        return RowColumn(tensors, source.reshape(-1), rows)
-    return [c if isinstance(c, torch.Tensor) else c[i] for c, i in zip(columns, rows.tolist(), strict=True)]
+        return RowColumn(tensors, payload.source, payload.row)
+    places = zip(payload.source.tolist(), payload.row.tolist(), strict=True)
+    return [x if isinstance(x := sources[k], torch.Tensor) else x[row] for k, row in places]
 
 
 def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
@@ -835,25 +812,23 @@ def _run_first(
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
-    rows = _run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment)))
+    outputs = list(_run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment))))
     work = _Resolution(program, ValueTensors())
-    work.held.update(zip(values.tolist(), rows, strict=True))
+    for column, mine, places in outputs:
+        work.tensors.put(values[mine], column, places)
     work.resolved |= ran
     return eliminate_dead(work.program_left(table))
 
 
-def _run(run: Run, program: Program) -> list[object]:
-    """The outputs of a program, attached to autograd: places in columns."""
-    from fxbatch.ragged.packed_function import PackedColumn
-
+def _run(run: Run, program: Program) -> Iterator[tuple[PackedColumn, np.ndarray, np.ndarray]]:
+    """The outputs of a program, attached to autograd: a column, which of the outputs are in it, and where."""
     part = Run(run.planner, grad=run.grad)
     run.segments.append(part)
-    renumber = part.finish(program, program.outputs)
-
-    def attached(requests: list[np.ndarray]) -> Iterator[list[object]]:
-        for values, rows in zip(requests, take_results(part, requests), strict=True):
-            needs = part.value_needs[values].tolist()
-            columns = [PackedColumn.of_rows(x) for x in ((rows.detach(), rows) if any(needs) else (rows,))]
-            yield [(columns[need], i) for i, need in enumerate(needs)]
-
-    return part.by_type(renumber(program.outputs), attached)
+    outputs = part.finish(program, program.outputs)(program.outputs)
+    kinds = part.value_type[outputs]
+    every = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+    for mine, rows in zip(every, take_results(part, [outputs[x] for x in every]), strict=True):
+        needs = part.value_needs[outputs[mine]]
+        for need in np.unique(needs).tolist():
+            places = np.flatnonzero(needs == need)
+            yield PackedColumn.of_rows(rows if need else rows.detach()), mine[places], places

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from fxbatch.codegen.kernel import Workspace
-from fxbatch.ir import Program, Schedule, TensorSpec
+from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.select import met_alone
 from fxbatch.passes.signature_graph import (
@@ -34,6 +34,7 @@ from fxbatch.runtime.operands import by_signature
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import HELD, Family, FamilyTemplate, Operands, Types
+from fxbatch.runtime.value_tensors import ValueTensors
 from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
@@ -42,63 +43,6 @@ from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
 
 Renumber = Callable[[np.ndarray], np.ndarray]
-
-
-AT_HAND, HELD_APART = 1, 3  # marks of values; what packed calls gave is at hand, too
-
-
-class ValueTensors:
-    """The tensors that a minibatch's values stand for so far, by number, while its phases run."""
-
-    number: np.ndarray | None = None  # int64: each value's in the memory, -1: outside; None: as recorded
-    count = 0  # values in the run's memory
-
-    def __init__(self) -> None:
-        self.marks = np.zeros(0, dtype=np.uint8)  # by value
-        self.earlier: list[tuple[Program, np.ndarray]] = []  # programs, and which of their calls ran apart
-        self.held: dict[int, object] = {}  # what packed calls gave: tensors, or places in columns
-        self._constant: dict[int, object] = {}
-        self._programs: list[Program] = []  # whose constants nobody has asked for
-
-    @property
-    def constant(self) -> dict[int, object]:
-        """What the programs' constants are, and rows of what packed calls gave."""
-        programs, self._programs = self._programs, []
-        for program in programs:
-            for s, payload in program.constants.items():
-                values = program.first_value[np.flatnonzero(program.sig == s)].tolist()
-                self._constant.update(zip(values, payload, strict=True))
-        return self._constant
-
-    def note(self, program: Program) -> None:
-        """The constants of a phase."""
-        self._programs.append(program)
-        self.marks[program.first_value[:-1][program.columns.constant[program.sig]]] |= AT_HAND
-
-    def make_room(self, values: int) -> None:
-        """There are so many values."""
-        if len(self.marks) < values:
-            self.marks = np.concatenate([self.marks, np.zeros(2 * values, dtype=np.uint8)])
-
-    def numbers(self, recorded: int) -> np.ndarray:
-        """int64 [recorded]: the number in the run's memory of each value that was recorded before a phase."""
-        if self.number is None:
-            self.count = recorded
-            return np.arange(recorded)
-        return self.number
-
-    def of(self, v: int, kind: TensorSpec | None = None) -> torch.Tensor:
-        """A value that is no row of the run's memory; kind: its type, which is looked up where it is not given."""
-        x = self.held[v] if v in self.held else self.constant[v]
-        if isinstance(x, tuple):
-            column, i = x
-            x = column[i]
-        if isinstance(x, torch.Tensor):
-            return x
-        if kind is None:
-            program = next(p for p, _ in reversed(self.earlier) if p.known <= v)
-            kind = program.signatures[program.sig[program.makers(np.array([v]))[0]]].outputs[0]
-        return torch.tensor(x, dtype=kind.dtype, device=kind.device)
 
 
 class Resolver(Protocol):
