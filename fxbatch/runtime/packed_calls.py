@@ -358,8 +358,9 @@ class PackedCalls:
         """Run those calls whose inputs are at hand."""
         sig = work.program.sig
         families = list(dict.fromkeys(packed.values()))
+        numbers = {family: i for i, family in enumerate(families)}
         of = np.full(len(work.program.signatures), -1)
-        of[list(packed)] = [families.index(family) for family in packed.values()]
+        of[list(packed)] = [numbers[family] for family in packed.values()]
         waiting = _calls_of(work.program, packed) & work.left
         while waiting.any():
             ready = np.flatnonzero(waiting & work.have_inputs())

@@ -40,9 +40,9 @@ class ValueTensors:
 
     def make_room(self, values: int) -> None:
         """There are so many values."""
-        if more := max(0, values - len(self.marks)) and 2 * values:
-            self.marks = np.concatenate([self.marks, np.zeros(more, dtype=np.uint8)])
-            none = np.full(more, -1)
+        if len(self.marks) < values:
+            self.marks = np.concatenate([self.marks, np.zeros(2 * values, dtype=np.uint8)])
+            none = np.full(2 * values, -1)
             self._column, self._place = (np.concatenate([x, none]) for x in (self._column, self._place))
 
     def note(self, program: Program) -> None:
