@@ -102,10 +102,11 @@ class SignatureColumns:
         """int64 [signatures]: the number of each one's modes."""
         numbers: dict[Modes, int] = {}
         of_objects: dict[int, int] = {}  # many have the very same
-        for m in self.each(_modes_of):
+        every = [s.modes for s in self.signatures]
+        for m in every:
             if id(m) not in of_objects:
                 of_objects[id(m)] = numbers.setdefault(m, len(numbers))
-        return np.array([of_objects[id(m)] for m in self.each(_modes_of)], dtype=np.int64)
+        return np.array([of_objects[id(m)] for m in every], dtype=np.int64)
 
 
 def signature_columns(
@@ -120,10 +121,6 @@ def signature_columns(
     if cache is None:
         cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
     return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures, before))
-
-
-def _modes_of(signature: Signature) -> Modes:
-    return signature.modes
 
 
 def _signature_columns(

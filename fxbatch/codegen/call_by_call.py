@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -57,12 +57,11 @@ class UnbatchedKernel(nn.Module):
         return grad or self.signature.only_reads is None
 
     def bare(self, shared: Sequence[torch.Tensor]) -> Body | None:
-        """The function to call with rows where they lie, in the modes of kernels, if nothing goes backward through it;
-        None where it may write to them, or needs other modes."""
+        """The function to call with rows where they lie, in the modes of now but for autograd; None where it may write
+        to them, or needs other modes."""
         modes = self.signature.modes
-        if modes.autocast or torch.get_default_dtype() != modes.default_dtype:
-            return None
-        return self.signature.direct(shared)
+        other = modes.autocast or any_autocast() or torch.get_default_dtype() != modes.default_dtype
+        return None if other else self.signature.direct(shared)
 
     def taped(
         self,
@@ -123,40 +122,38 @@ class UnbatchedKernel(nn.Module):
                 if need and kind.differentiable:
                     for row in rows:
                         row.requires_grad_()
-        modes, call = signature.modes, signature.direct(shared)
-        if (
-            call is None
-            or modes.autocast
-            or any_autocast()
-            or torch.get_default_dtype() != modes.default_dtype
-        ):
-            with entered_modes(modes, self._devices, grad), signature.prepared(shared) as call:
+        call = self.bare(shared)
+        if call is None:
+            with entered_modes(signature.modes, self._devices, grad), signature.prepared(shared) as call:
                 # copies, so that an operation may write to them, and finds them at the start of their memory
                 columns = [[x.clone() for x in rows] for rows in inputs] if grad or n > 1 else inputs
-                results = _called(call, columns, n)
+                outputs = self.called(call, columns, n)
         else:
             set_grad_enabled(grad)
-            results = _called(call, inputs, n)
+            outputs = self.called(call, inputs, n)
         set_grad_enabled(False)
-        return RowTape(self.columns_of(results), inputs, shared)
+        return RowTape(outputs, inputs, shared)
 
-    def columns_of(self, results: Sequence[object]) -> list[Sequence[torch.Tensor]]:
-        """By output, what the calls gave; TraceError where it is not of the types that were recorded."""
-        signature = self.signature
-        if not results:
+    def called(
+        self, call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int
+    ) -> list[Sequence[torch.Tensor]]:
+        """By output, what n calls of it give, with a column an input; TraceError where types are not as recorded."""
+        if not n:
             return []
-        columns: list[Sequence[torch.Tensor]] = [results]  # type: ignore[list-item]  # asked next
+        signature = self.signature
+        results = [*map(call, *columns)] if columns else [call() for _ in range(n)]
+        outputs: list[Sequence[torch.Tensor]] = [results]
         if len(signature.outputs) != 1 or set(map(type, results)) != _TENSOR:
-            columns = [*zip(*map(tensors_of, results), strict=True)]
+            outputs = [*zip(*map(tensors_of, results), strict=True)]
         # What runs gives what was recorded: the shapes that PyTorch foretells are not always those it gives.
-        for i, (column, kind) in enumerate(zip(columns, signature.outputs, strict=True)):
+        for i, (column, kind) in enumerate(zip(outputs, signature.outputs, strict=True)):
             for x in column:
                 if x.shape != kind.shape or x.dtype is not kind.dtype:
                     raise TraceError(
                         f"{signature.name}: output {i} is {x.dtype}{list(x.shape)}, but on fake tensors "
                         f"{kind.dtype}{list(kind.shape)}: call it on real tensors, outside of the forward"
                     )
-        return columns
+        return outputs
 
     @functools.cached_property
     def _devices(self) -> list[str]:
@@ -198,10 +195,6 @@ def _are_present(modes: Modes) -> bool:
     casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     same = modes.grad == torch.is_grad_enabled() and modes.default_dtype == torch.get_default_dtype()
     return same and not casts and not modes.autocast
-
-
-def _called(call: Body, columns: Sequence[Sequence[torch.Tensor]], n: int) -> list[Any]:
-    return [*map(call, *columns)] if columns else [call() for _ in range(n)]
 
 
 def _stack(columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor]) -> None:

@@ -269,7 +269,7 @@ class RowCalls:
     def run(self, k: int, compiled: CompiledOperation) -> bool:
         """Run step k, whose operation this is. Whether it is such a step; else nothing is done."""
         kernel = compiled.unbatched
-        if kernel is None or any(map(any, compiled.needs)):
+        if kernel is None or compiled.needs_gradient:
             return False
         signatures, rows, first_gather, kinds, starts, of, first_block, block_start, block_arena = (
             self._columns
@@ -289,8 +289,7 @@ class RowCalls:
                 columns.append([arena[first]] * n)
             else:
                 columns.append(arena.narrow(0, first, n).unbind(0))
-        results = kernel.columns_of([*map(call, *columns)] if columns else [call() for _ in range(n)])
-        for j, column in enumerate(results, first_block[k]):
+        for j, column in enumerate(kernel.called(call, columns, n), first_block[k]):
             arena, first = arenas[block_arena[j]], block_start[j]
             if n == 1:
                 arena[first].copy_(column[0])

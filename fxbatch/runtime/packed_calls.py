@@ -527,21 +527,20 @@ class _Resolution:
             if place == LIFTED:
                 calls = calls[tensors.marks[p.inputs[p.input_offsets[calls] + 1]] > 0]
                 numbers = tensors.items(p.inputs[p.input_offsets[calls] + 1])
-            rows_of: dict[int, tuple[Column, int, int]] = {}
-            columns: dict[int, tuple[Column, list[int], list[int]]] = {}  # by id; values, places in it
+            rows_of: dict[int, tuple[int, int, int]] = {}
+            taken: list[tuple[int, int, int]] = []  # value, number of the column, place in it
             sources, values = p.inputs[p.input_offsets[calls]].tolist(), p.first_value[calls].tolist()
             for c, v, at, value in zip(calls.tolist(), sources, numbers, values, strict=True):
                 if type(at) is not int:
                     continue
                 if v not in rows_of:
-                    rows_of[v] = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
-                column, first, count = rows_of[v]
-                mine = columns.setdefault(id(column), (column, [], []))
-                mine[1].extend(range(value, value + count) if at == ALL else (value,))
-                mine[2].extend(range(first, first + count) if at == ALL else (first + range(count)[at],))
+                    column, first, count = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
+                    rows_of[v] = tensors.number_of(column), first, count
+                number, first, count = rows_of[v]
+                rows = range(count) if at == ALL else (range(count)[at],)
+                taken += [(value + k, number, first + row) for k, row in enumerate(rows)]
                 self.resolved[c] = True
-            for column, those, places in columns.values():
-                tensors.put(np.array(those), column, np.array(places))
+            tensors.put_apart(*np.array(taken, dtype=np.int64).reshape(-1, 3).T)
 
     def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> tuple[Column, int, int]:
         """The rows of what a packed call gave: in which column they are, the first, and how many."""
@@ -662,9 +661,8 @@ def _types_by_number(program: Program, number: np.ndarray) -> np.ndarray | None:
 
 def _at_hand(program: Program) -> Program:
     """The program with rows of tensors, or the tensors that its constants are, where these are places in columns."""
-    constants = {s: _rows_at_hand(x) if is_of_packed(x) else x for s, x in program.constants.items()}
-    changed = any(constants[s] is not x for s, x in program.constants.items())
-    return dataclasses.replace(program, constants=constants) if changed else program
+    places = {s: _rows_at_hand(x) for s, x in program.constants.items() if is_of_packed(x)}
+    return dataclasses.replace(program, constants={**program.constants, **places}) if places else program
 
 
 def _rows_at_hand(payload: RowColumn) -> Sequence[torch.Tensor]:

@@ -54,11 +54,21 @@ class ValueTensors:
         self, values: np.ndarray, column: Column, places: np.ndarray | None = None, mark: int = AT_HAND
     ) -> None:
         """These values are items of a column: those at these places, or all in order."""
+        places = np.arange(len(values)) if places is None else places
+        self.put_apart(values, self.number_of(column), places, mark)
+
+    def number_of(self, column: Column) -> int:
+        """The number of a column."""
         number = self._numbers.setdefault(id(column), len(self.columns))
         if number == len(self.columns):
             self.columns.append(column)
-        self._column[values] = number
-        self._place[values] = np.arange(len(values)) if places is None else places
+        return number
+
+    def put_apart(
+        self, values: np.ndarray, columns: np.ndarray | int, places: np.ndarray, mark: int = AT_HAND
+    ) -> None:
+        """`put` of values in several columns, by their numbers."""
+        self._column[values], self._place[values] = columns, places
         self.marks[values] |= mark
 
     def places(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
