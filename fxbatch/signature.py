@@ -284,16 +284,23 @@ class Signature:
             return ""
         return ", ".join(repr(x) for x in self.arguments.leaves if type(x) is not Slot)
 
-    def run(self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The per-instance body: tensors of `self.inputs` and `self.shared` to those of `self.outputs`."""
+    def run(
+        self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], *, reinstated: bool = False
+    ) -> list[torch.Tensor]:
+        """The per-instance body: tensors of `self.inputs` and `self.shared` to those of `self.outputs`. reinstated:
+        whether `as_recorded` is entered already."""
         direct = self.direct(shared)
         if direct is not None:
             return tensors_of(direct(*inputs))
-        with self.prepared(shared) as body:
+        with self.prepared(shared, reinstated=reinstated) as body:
             return tensors_of(body(*inputs))
 
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """What the body reads outside its own modules is as it was when the signature was made."""
+        return nullcontext() if self.frozen is None else self.frozen.reads.reinstated()
+
     @contextmanager
-    def prepared(self, shared: Sequence[torch.Tensor]) -> Iterator[Body]:
+    def prepared(self, shared: Sequence[torch.Tensor], *, reinstated: bool = False) -> Iterator[Body]:
         """The per-instance body with its shared operands, for many calls: of the inputs alone, gives its result."""
         op = self.operation
         if op.kind == "graph":
@@ -301,7 +308,7 @@ class Signature:
             return
         bodies.running += 1
         try:
-            with nullcontext() if self.frozen is None else self.frozen.reads.reinstated():
+            with nullcontext() if reinstated else self.as_recorded():
                 target = op.target
                 if op.kind == "module":
                     frozen = None if self.frozen is None else self.frozen.module

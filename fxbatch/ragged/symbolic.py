@@ -353,6 +353,8 @@ class WithoutPlainSizes(IndexByTensor):
             func = functools.partial(_fill_diagonal, func)
         elif func is torch.Tensor.__getitem__ and _counts(args[1]):
             func = _row_of_own_place
+        elif func is torch.Tensor.__setitem__ and _counts(args[1]):
+            func = _write_to_own_place
         elif func is torch.Tensor.__getitem__:
             args = (args[0], _all_rows(args[1]))
         elif func in (torch.nonzero, torch.Tensor.nonzero) or (
@@ -394,18 +396,23 @@ def _fill_diagonal(plain: Function, x: torch.Tensor, value: float, wrap: bool = 
 
 
 def _counts(index: object) -> bool:
-    """Whether an index is a number of sizes, or has one among numbers and whole dimensions: `x[len(x) // 2]`."""
-    parts = index if type(index) is tuple else (index,)
-    kinds = [torch.SymInt, int, slice]
-    are_plain = all(type(i) in kinds and (type(i) is not slice or i == slice(None)) for i in parts)
-    return are_plain and any(type(i) is torch.SymInt for i in parts)
+    """Whether an index is a number of sizes, or has one among numbers and slices: `x[len(x) // 2, 1:]`."""
+    kinds = [type(i) for i in (index if type(index) is tuple else (index,))]
+    return torch.SymInt in kinds and set(kinds) <= {torch.SymInt, int, slice}
 
 
 def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
     """x[index], where plain indexing asks for the number."""
-    for d, i in reversed(list(enumerate(index if type(index) is tuple else (index,)))):
+    parts = index if type(index) is tuple else (index,)
+    for d, i in reversed(list(enumerate(parts))):
         x = x if isinstance(i, slice) else x.select(d, i)
-    return x
+    rest = tuple(i for i in parts if isinstance(i, slice))
+    return x if all(i == slice(None) for i in rest) else x[rest]
+
+
+def _write_to_own_place(x: torch.Tensor, index: object, value: object) -> None:
+    """x[index] = value, where plain indexing asks for the number."""
+    _row_of_own_place(x, index)[...] = value
 
 
 def _all_rows(index: object) -> object:

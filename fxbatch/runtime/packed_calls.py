@@ -263,13 +263,14 @@ class PackedCalls:
                 leaves[place] = -1 if size is None else tensors[size[0]].shape[size[1]]
             sized = dataclasses.replace(signature.arguments, leaves=tuple(leaves))
             call = dataclasses.replace(signature, arguments=sized) if family.numbers else signature
-            return call.run(tensors[:count], tensors[count:])
+            return call.run(tensors[:count], tensors[count:], reinstated=True)
 
         example = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in signature.inputs]
         shared = [s.resolve() for s in signature.shared]
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
-            with torch.inference_mode(False):
+            # Around the trace, which has `len` and others of its own where the body's code looks for them.
+            with torch.inference_mode(False), signature.as_recorded():
                 function = PackedFunction.of(
                     body, example, dynamic, operands, flags_known=False, code=[signature.operation.target]
                 )
@@ -397,10 +398,11 @@ class PackedCalls:
         """Whether the function gives what calls one by one do; where it does not, they run as any other."""
         from fxbatch.ragged.check import check_against_body
 
-        assert family.function is not None
+        assert family.function is not None and family.signature is not None
         family.checked = True
         try:
-            check_against_body(family.function, columns, shared)
+            with family.signature.as_recorded():
+                check_against_body(family.function, columns, shared)
         except Exception as error:  # noqa: BLE001 - what is the user's own mistake is raised where the call runs
             family.reason = report(error, "a packed call", verify=self.verify)
         return not family.reason

@@ -387,6 +387,60 @@ def test_functions_beside_packed_modules_are_packed() -> None:
     )
 
 
+class Counting(nn.Module):
+    """A layer whose code asks for `len`, and for the larger of two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).view(max(1, len(x)), 2, 4).transpose(1, 2).reshape(len(x), 8)
+
+
+class Pushing(nn.Module):
+    """A stack that grows by a row, as that of Grefenstette et al. 2015: writes at a place that is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0] + 1
+        y = torch.zeros(n, 8, dtype=x.dtype)
+        y[: n - 1] = self.linear(x)
+        y[n - 1] = x[n - 2] * 2
+        y[n - 2, 2:6] = x[0, 1:5]
+        y[-1, 0] = 3.0
+        y[1:, 7] += 1
+        return y[n - 1, 2:] * torch.triu(torch.ones(n, n, dtype=x.dtype)).sum() + y[:, 1:7].sum(0)
+
+
+class OfLayers(nn.Module):
+    """An encoder of one of these layers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(50, 8), layer
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
+        return self.layer(self.embed(s.words)).sum(0)
+
+
+@pytest.mark.parametrize("layer", [Counting, Pushing])
+def test_layers_whose_code_counts_rows_are_packed(layer: type[nn.Module]) -> None:
+    model = OfLayers(layer()).double()
+    for sizes in ((3, 5, 2, 7), (4, 1, 9, 6, 3), (11, 12, 1)):
+        batch = [Sentence(n) for n in sizes]
+        found = results(model, batch)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, results(model, batch))
+    assert {f.signature.name: f.calls for f in families(model) if f.signature}["layer"] == 12
+    assert layer.__module__ in sys.modules and "len" not in vars(sys.modules[layer.__module__])
+
+
 def test_explain_tells_of_packed_calls() -> None:
     model = Parser().double()
     batch = [Sentence(n) for n in (*FIRST, 7)]
