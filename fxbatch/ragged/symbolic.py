@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -410,7 +411,7 @@ def _row_of_own_place(x: torch.Tensor, index: object) -> torch.Tensor:
     return x if all(i == slice(None) for i in rest) else x[rest]
 
 
-def _write_to_own_place(x: torch.Tensor, index: object, value: object) -> None:
+def _write_to_own_place(x: torch.Tensor, index: object, value: torch.Tensor | float) -> None:
     """x[index] = value, where plain indexing asks for the number."""
     _row_of_own_place(x, index)[...] = value
 
@@ -569,7 +570,7 @@ def _without_writes(graph: fx.Graph) -> None:
         target = node.args[0]
         parts = _part_of(node)
         base = parts[0].args[0] if parts else target
-        if base.op == "placeholder" or (not parts and _shares_memory(target)):
+        if base.op == "placeholder" or not (parts or _owns_memory(node)):
             raise NoPackedForm(f"it writes to a tensor that others share, by {node.target}")
         plain = _without_write(schema)
         if plain is None or (name != "aten::copy_" and _promotes(node)):
@@ -647,12 +648,25 @@ def _put_back(graph: fx.Graph, parts: list[fx.Node], written: fx.Node) -> fx.Nod
     return part_node
 
 
-def _shares_memory(node: fx.Node) -> bool:
-    """Whether a node is a view of another tensor, or another node is one of it."""
-    return _is_view(node) or any(_is_view(user) for user in node.users)
+def _owns_memory(write: fx.Node) -> bool:
+    """Whether nothing but what is written to shows its memory: no view of it before, and where it is one, what it is a
+    view of is read by nothing else."""
+    node, later = write.args[0], _after(write.graph, write)
+    if not isinstance(node, fx.Node) or any(_is_view(user) and user not in later for user in node.users):
+        return False
+    while _is_view(node):
+        source = node.args[0]
+        is_part = node.target is operator.getitem  # one of those of a split, which share nothing
+        if not isinstance(source, fx.Node):
+            return False
+        if not is_part and any(user is not node and not is_size(user) for user in source.users):
+            return False
+        node = source
+    return node.op != "placeholder"
 
 
 def _is_view(node: fx.Node) -> bool:
+    node = node.args[0] if node.target is operator.getitem and isinstance(node.args[0], fx.Node) else node
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.is_mutable:
         return False
