@@ -55,9 +55,11 @@ def without_exact_quotients(e: sympy.Basic) -> sympy.Basic:
 
 
 def _quotient(e: sympy.Basic) -> sympy.Basic:
-    quotient = sympy.cancel(e.args[0] / e.args[1])
+    # What is rounded is a size like any other: int(n / 2) ** 2 // int(n / 2).
+    names = {x: sympy.Dummy() for x in e.args[0].atoms(sympy.Function) | e.args[1].atoms(sympy.Function)}
+    quotient = sympy.cancel(e.args[0].xreplace(names) / e.args[1].xreplace(names))
     exact = quotient.is_polynomial() and all(c.is_Integer for c in quotient.as_coefficients_dict().values())
-    return quotient if exact else e
+    return quotient.xreplace({dummy: x for x, dummy in names.items()}) if exact else e
 
 
 def depends(e: object) -> bool:

@@ -17,9 +17,7 @@ import functools
 import logging
 import operator
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,17 +37,16 @@ from fxbatch.ragged.expressions import (
     know_numbers,
 )
 from fxbatch.ragged.recurrent import OneSymbolicSequence
+from fxbatch.ragged.stand_ins import FUNCTIONS, TYPES, Names, stand_ins
 from fxbatch.torch_private import (
     FakeTensor,
     composite_operators,
-    depends_on_values,
     set_grad_enabled,
     trace_with_sizes,
     tree_flatten,
     without_symbols,
 )
 from fxbatch.trace.operations import one_hot_within
-from fxbatch.trace.plain_objects import is_library, is_users, unwrapped
 from fxbatch.trace.torch_patches import functions_refused
 
 REGIONS = 4  # of sizes, by the answers to what torch asks about them, for which one graph may stand
@@ -89,18 +86,17 @@ class SizedGraph:
         self.dynamic = dynamic
         self.whole = whole
         self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code)
-        places = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-        self.inputs = places
-        self.symbols: list[sympy.Symbol] = []  # one a dynamic dimension, in order
-        self.free: list[sympy.Expr] = []
-        for node, dims in zip(places, dynamic, strict=True):
-            for d in dims:
-                original = _original(node.meta["val"].shape[d])
-                self.symbols.append(original)
-                self.free.append(expression(node.meta["val"].shape[d]))
-                if not depends(self.free[-1]) and depends(original):
-                    text = f"its code needs a size as a plain number ({self.free[-1]} here), as a loop does"
-                    raise NoPackedForm(text)
+        fixed = _fixed_size(self.module, dynamic)
+        if fixed is not None or any(map(_is_of_number, env.guards)):
+            with contextlib.suppress(Exception):  # the code asks what a stand-in is not: as without
+                self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code, TYPES)
+                fixed = _fixed_size(self.module, dynamic)
+        if fixed is not None:
+            raise NoPackedForm(f"its code needs a size as a plain number ({fixed} here), as a loop does")
+        self.inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
+        sizes = _own_sizes(self.module, dynamic)
+        self.symbols: list[sympy.Symbol] = list(map(_original, sizes))  # one a dynamic dimension, in order
+        self.free: list[sympy.Expr] = list(map(expression, sizes))
         self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
@@ -242,6 +238,26 @@ def _of_all_but_small(guard: object) -> bool:
     return isinstance(guard.rhs, sympy.Integer) and guard.rhs <= least
 
 
+def _own_sizes(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> list[int | torch.SymInt]:
+    """The sizes of the inputs that differ between instances, in order."""
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    return [x.shape[d] for x, dims in zip(inputs, dynamic, strict=True) for d in dims]
+
+
+def _fixed_size(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> sympy.Expr | None:
+    """A size that is a number in the traced graph, since the code has asked for it; None where there is none."""
+    fixed = (s for s in _own_sizes(module, dynamic) if not depends(expression(s)) and depends(_original(s)))
+    return next(map(expression, fixed), None)
+
+
+def _is_of_number(guard: Any) -> bool:
+    """Whether a guard says that a number made of sizes is this one (`int(n / 2)`, `math.log(n)`)."""
+    return isinstance(guard.expr, sympy.Eq) and any(
+        type(x).__name__ in ("TruncToInt", "ToFloat", "IntTrueDiv", "FloatTrueDiv")
+        for x in sympy.preorder_traversal(guard.expr)
+    )
+
+
 def _trace(
     body: Callable[..., Iterable[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
@@ -249,14 +265,12 @@ def _trace(
     whole: frozenset[str],
     flags_known: bool,
     code: Sequence[object],
+    names: Names = FUNCTIONS,
 ) -> tuple[fx.GraphModule, ShapeEnv]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with (
-            functions_refused(NoPackedForm),
-            _sizes_of_fakes((body, *code)),
-        ):
+        with functions_refused(NoPackedForm), stand_ins((body, *code), names):
             traced = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(whole))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
@@ -269,61 +283,6 @@ def _trace(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
     return module, env
-
-
-def _length(x: Sized, /) -> int | torch.SymInt:
-    """`len(x)`, which is the symbol of a fake tensor's first size: `Tensor.__len__` may give plain numbers alone."""
-    return x.shape[0] if isinstance(x, FakeTensor) and x.dim() else len(x)
-
-
-def _extreme(usual: Callable[..., object], of_sizes: Callable[..., object]) -> Callable[..., object]:
-    def extreme(*sizes: object, **options: object) -> object:
-        """`max` or `min`, which is a symbol too where a size depends on values, and can't be compared."""
-        if len(sizes) == 2 and not options and any(map(depends_on_values, sizes)):
-            return of_sizes(*sizes)
-        return usual(*sizes, **options)
-
-    return extreme
-
-
-_BUILTINS = {"len": _length, "max": _extreme(max, torch.sym_max), "min": _extreme(min, torch.sym_min)}
-
-
-def _spaces_of(code: Iterable[object]) -> list[dict[str, Any]]:
-    """The globals of users' functions and modules among these, and of what these globals hold."""
-    spaces: dict[int, dict[str, Any]] = {}
-    todo, seen = list(code), set[int]()
-    while todo:
-        x = todo.pop()
-        if id(x) in seen or not isinstance(x, (torch.nn.Module, type, ModuleType, FunctionType)):
-            continue
-        seen.add(id(x))
-        if isinstance(x, torch.nn.Module):
-            todo += [c for m in x.modules() for c in type(m).__mro__]
-        elif isinstance(x, type) and not is_library(x.__module__):
-            todo += [f for f in vars(x).values() if isinstance(f, FunctionType)]
-        elif isinstance(x, ModuleType) and not is_library(x.__name__) and id(vars(x)) not in spaces:
-            spaces[id(vars(x))] = vars(x)
-            todo += vars(x).values()
-        elif is_users(f := unwrapped(x)) and id(f.__globals__) not in spaces:
-            spaces[id(f.__globals__)] = f.__globals__
-            todo += f.__globals__.values()
-    return list(spaces.values())
-
-
-@contextlib.contextmanager
-def _sizes_of_fakes(code: Iterable[object]) -> Iterator[None]:
-    """`len`, `max` and `min` in this code give symbols. As torch.fx does for `len`, they are put among the globals of
-    the users' modules while a body is traced; what they give for anything but sizes is what it always was."""
-    with _LOCK:
-        put = [(x, name) for x in _spaces_of(code) for name in _BUILTINS if name not in x]
-        try:
-            for space, name in put:
-                space[name] = _BUILTINS[name]
-            yield
-        finally:
-            for space, name in put:
-                space.pop(name, None)
 
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
@@ -511,9 +470,6 @@ def _watched(body: Function, flags_known: bool) -> Function:
             return body(*tensors)
 
     return run
-
-
-_LOCK = threading.RLock()
 
 
 @functools.cache

@@ -120,6 +120,13 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
+    def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
+        """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
+        if not arguments.recorder.watches_operands or any_autocast():
+            return False
+        family = self._family(entries, arguments, None)
+        return len(family.members) >= MEMBERS and family.function is None and not family.reason
+
     def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
         """Whether it has a function now, by which its first members are packed as well from now on."""
         with building():

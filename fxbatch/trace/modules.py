@@ -357,6 +357,8 @@ def _new_entry(
                 return entry
         met = _signatures_met(recorder, record, examined) if rule is PLAIN_MODULE else {}
         if len(met) >= MANY_SHAPES:
+            if sized is not None and sized.awaits(entries, arguments):
+                return "one function for all its sizes is not built yet"  # its parts, this once
             many = f"met more than {MANY_SHAPES} signatures: its parts batch better"
             return _from_now_on(recorder, record, many)
         try:
@@ -401,9 +403,10 @@ def _why_coupled(module: torch.nn.Module) -> str:
 
 
 def _signatures_met(recorder: RecordedCalls, record: ModuleRecord, examined: Examined) -> dict[object, Entry]:
-    """By arguments the calls of a module that were recorded, whatever its code read meanwhile."""
+    """By arguments the calls of a module that were recorded, whatever its code read meanwhile, but for packed ones."""
     alike = record.variants[recorder.knowledge.mode_key, examined.structure].values()
-    return {key: entry for entries in alike for key, entry in entries.items() if type(entry) is Entry}
+    every = [(key, x) for entries in alike for key, x in entries.items() if type(x) is Entry]
+    return {key: entry for key, entry in every if entry.signature.sizes is None}
 
 
 def _loops(entries: dict[object, Entry]) -> bool:
