@@ -54,7 +54,7 @@ def _type(usual: type, of_size: Callable[..., object], symbol: type) -> type:
         def __subclasscheck__(cls, kind: type) -> bool:
             return issubclass(kind, (usual, symbol))
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> object:
+        def __call__(cls, *args: object, **kwargs: object) -> object:
             one = len(args) == 1 and not kwargs and isinstance(args[0], SYMBOLS)
             return of_size(args[0]) if one else usual(*args, **kwargs)
 
@@ -71,8 +71,9 @@ def _of_symbol(usual: Callable[..., float], of_size: Callable[..., object]) -> C
     return lambda x, *rest: of_size(x) if isinstance(x, SYMBOLS) and not rest else usual(x, *rest)
 
 
-def _log2(x: Any) -> Any:
-    return torch.sym_float(x).__sym_log2__()
+def _log2(x: torch.SymInt | torch.SymFloat) -> float:
+    logarithm: float = torch.sym_float(x).__sym_log2__()
+    return logarithm
 
 
 _FUNCTIONS: dict[object, Callable[..., object]] = {
@@ -125,10 +126,10 @@ def stand_ins(code: Iterable[object], names: Names) -> Iterator[None]:
 
 def _missing(space: Mapping[str, object], names: Names) -> Names:
     """What is put among these globals: what they don't have of their own, and such functions as they have."""
-    found = {name: x for name, x in names.items() if name not in space}
-    found |= {name: _MODULES[id(x)] for name, x in space.items() if id(x) in _MODULES}
+    missing = {name: x for name, x in names.items() if name not in space}
+    missing |= {name: _MODULES[id(x)] for name, x in space.items() if id(x) in _MODULES}
     functions = {name: x for name, x in space.items() if type(x) in _KINDS}
-    return found | {name: _FUNCTIONS[x] for name, x in functions.items() if x in _FUNCTIONS}
+    return missing | {name: _FUNCTIONS[x] for name, x in functions.items() if x in _FUNCTIONS}
 
 
 _KINDS = tuple({type(f) for f in _FUNCTIONS})

@@ -87,7 +87,7 @@ class SizedGraph:
         self.whole = whole
         self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code)
         fixed = _fixed_size(self.module, dynamic)
-        if fixed is not None or any(map(_is_of_number, env.guards)):
+        if fixed is not None or any(_is_of_number(g.expr) for g in env.guards):
             with contextlib.suppress(Exception):  # the code asks what a stand-in is not: as without
                 self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code, TYPES)
                 fixed = _fixed_size(self.module, dynamic)
@@ -250,11 +250,11 @@ def _fixed_size(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> sym
     return next(map(expression, fixed), None)
 
 
-def _is_of_number(guard: Any) -> bool:
+def _is_of_number(guard: sympy.Basic) -> bool:
     """Whether a guard says that a number made of sizes is this one (`int(n / 2)`, `math.log(n)`)."""
-    return isinstance(guard.expr, sympy.Eq) and any(
+    return isinstance(guard, sympy.Eq) and any(
         type(x).__name__ in ("TruncToInt", "ToFloat", "IntTrueDiv", "FloatTrueDiv")
-        for x in sympy.preorder_traversal(guard.expr)
+        for x in sympy.preorder_traversal(guard)
     )
 
 
