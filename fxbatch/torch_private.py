@@ -176,10 +176,31 @@ def shape_environment() -> type[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv, SLoc
 
     class WithoutLines(ShapeEnv):
+        fixed: object = None  # a size that is a number by now
+
         def _get_stack_summary(self, *args: Any, **kwargs: Any) -> tuple[SLoc, str]:
             return SLoc(None, None), ""
 
+        def _set_replacement(self, a: Any, tgt: Any, *args: Any, **kwargs: Any) -> None:
+            super()._set_replacement(a, tgt, *args, **kwargs)
+            if tgt.is_number and a.name.startswith("s"):  # others are of sizes that depend on values
+                self.fixed = tgt
+
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            answer = super().evaluate_expr(*args, **kwargs)
+            self.refuse_plain_numbers()
+            return answer
+
+        def refuse_plain_numbers(self) -> None:
+            if self.fixed is not None:
+                text = f"its code needs a size as a plain number ({self.fixed} here), as a loop does"
+                raise PlainNumberError(text)
+
     return WithoutLines
+
+
+class PlainNumberError(Exception):
+    """Code that is traced needs a size as a plain number. Raised where it asks for it: loops are long."""
 
 
 def trace_with_sizes(
@@ -192,6 +213,7 @@ def trace_with_sizes(
 
     dynamic: per tensor, the dimensions that get a symbol; no two sizes share one, and 0 and 1 are sizes like others.
     Returns (graph module, shape environment): its guards say for which sizes the graph is the function.
+    PlainNumberError where the function needs one of the sizes that have a symbol as a plain number.
     Checked: 2.13.0.
     """
     from torch._dynamo.source import ConstantSource
@@ -223,6 +245,7 @@ def trace_with_sizes(
         graph = make_fx(
             function, tracing_mode="real", pre_dispatch=True, decomposition_table=dict(decompositions)
         )(*fakes)
+    env.refuse_plain_numbers()  # once more: the code may have caught the error
     return graph, env
 
 

@@ -40,6 +40,7 @@ from fxbatch.ragged.recurrent import OneSymbolicSequence
 from fxbatch.ragged.stand_ins import FUNCTIONS, TYPES, Names, stand_ins
 from fxbatch.torch_private import (
     FakeTensor,
+    PlainNumberError,
     composite_operators,
     set_grad_enabled,
     trace_with_sizes,
@@ -85,14 +86,7 @@ class SizedGraph:
         self.tensors = tensors
         self.dynamic = dynamic
         self.whole = whole
-        self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code)
-        fixed = _fixed_size(self.module, dynamic)
-        if fixed is not None or any(_is_of_number(g.expr) for g in env.guards):
-            with contextlib.suppress(Exception):  # the code asks what a stand-in is not: as without
-                self.module, env = _trace(body, tensors, dynamic, whole, flags_known, code, TYPES)
-                fixed = _fixed_size(self.module, dynamic)
-        if fixed is not None:
-            raise NoPackedForm(f"its code needs a size as a plain number ({fixed} here), as a loop does")
+        self.module, env = self._traced()
         self.inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         sizes = _own_sizes(self.module, dynamic)
         self.symbols: list[sympy.Symbol] = list(map(_original, sizes))  # one a dynamic dimension, in order
@@ -106,6 +100,22 @@ class SizedGraph:
         self._complete = False  # whether no others are looked for
         self.assumed: list[sympy.Basic] = []  # what rules took for granted besides
         self._tried: dict[tuple[int, ...], bool] = {}
+
+    def _traced(self) -> tuple[fx.GraphModule, ShapeEnv]:
+        """The graph; with stand-ins for types as well where the code needs a size as a plain number otherwise."""
+        arguments = self.body, self.tensors, self.dynamic, self.whole, self.flags_known, self.code
+        reason: Exception | None = None
+        try:
+            traced = _trace(*arguments)
+            if not any(_is_of_number(g.expr) for g in traced[1].guards):
+                return traced
+        except PlainNumberError as error:
+            reason = error
+        with contextlib.suppress(Exception):  # the code asks what a stand-in is not: as without
+            return _trace(*arguments, TYPES)
+        if reason is not None:
+            raise NoPackedForm(str(reason))
+        return traced
 
     def unseen(self, size: object) -> bool:
         """Whether a size depends on values, as that of `x[mask]` does."""
@@ -242,12 +252,6 @@ def _own_sizes(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> list
     """The sizes of the inputs that differ between instances, in order."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     return [x.shape[d] for x, dims in zip(inputs, dynamic, strict=True) for d in dims]
-
-
-def _fixed_size(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> sympy.Expr | None:
-    """A size that is a number in the traced graph, since the code has asked for it; None where there is none."""
-    fixed = (s for s in _own_sizes(module, dynamic) if not depends(expression(s)) and depends(_original(s)))
-    return next(map(expression, fixed), None)
 
 
 def _is_of_number(guard: sympy.Basic) -> bool:

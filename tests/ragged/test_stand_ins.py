@@ -118,3 +118,26 @@ def test_what_was_there_is_there_again() -> None:
         other.join()
     assert seen == [True, True, 7, 1, True, 2.0, 2.0, [0, 1], math.pi, True]
     assert space == before
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_loop_over_a_size_is_not_gone_through(catches: bool) -> None:
+    """Where the code asks for a plain number the trace ends: the steps of a loop would take most of its time."""
+    steps: list[int] = []
+
+    def body(x: torch.Tensor) -> Tensors:
+        h = x[:, 0]
+        try:
+            count = range(x.size(1))
+        except Exception:
+            if not catches:
+                raise
+            return [h]
+        for i in count:
+            steps.append(i)
+            h = torch.tanh(h + x[:, i])
+        return [h]
+
+    with pytest.raises(NoPackedForm, match=r"as a plain number \(7 here\)"):
+        PackedFunction.of(body, [torch.rand(1, 7, 8)], [(1,)], [], flags_known=False, code=[body])
+    assert not steps
