@@ -88,7 +88,8 @@ class SizedGraph:
         self.whole = whole
         self.module, env = self._traced()
         self.inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
-        sizes = _own_sizes(self.module, dynamic)
+        inputs = zip(self.inputs, dynamic, strict=True)
+        sizes = [node.meta["val"].shape[d] for node, dims in inputs for d in dims]
         self.symbols: list[sympy.Symbol] = list(map(_original, sizes))  # one a dynamic dimension, in order
         self.free: list[sympy.Expr] = list(map(expression, sizes))
         self._refuse_questions_about_values(env)
@@ -246,12 +247,6 @@ def _of_all_but_small(guard: object) -> bool:
         return False
     least = 2 if isinstance(guard, sympy.Ge) else 1
     return isinstance(guard.rhs, sympy.Integer) and guard.rhs <= least
-
-
-def _own_sizes(module: fx.GraphModule, dynamic: Sequence[Sequence[int]]) -> list[int | torch.SymInt]:
-    """The sizes of the inputs that differ between instances, in order."""
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    return [x.shape[d] for x, dims in zip(inputs, dynamic, strict=True) for d in dims]
 
 
 def _is_of_number(guard: sympy.Basic) -> bool:
