@@ -67,6 +67,13 @@ static inline __attribute__((always_inline)) float LOOP(tanh1)(float x)
     return LOOP(bits_float)(LOOP(float_bits)(result) | (LOOP(float_bits)(x) & (int32_t)0x80000000));
 }
 
+/* exp(x) - 1 of x <= 0, by t = tanh(x / 2): 2 t / (1 - t), which is as exact near 0 as elsewhere. */
+static inline __attribute__((always_inline)) float LOOP(expm1_below)(float x)
+{
+    float t = LOOP(tanh1)(0.5f * x);
+    return 2.0f * t / (1.0f - t);
+}
+
 #include "_native_operations.h"
 
 /* out += row, both of `count` numbers. */

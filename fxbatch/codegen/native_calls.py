@@ -6,8 +6,8 @@ pointwise(node)          # Pointwise("div", operands=(x, y), number=0.0) of aten
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -29,14 +29,24 @@ _CASTS = {
     for name, (made, given, *_) in _DTYPES.items()
     if name.startswith("copy") or "_to_" in name
 }
-# Calls with a number: its name, its position, what it is multiplied by.
-_SCALED = {
-    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), ("alpha", 2, 1.0)),
+_Numbered = Callable[..., tuple[tuple[object, ...], float] | None]
+# Calls with numbers among their arguments: the operands and the one number of the loop; None for other numbers.
+_NUMBERED: dict[object, _Numbered] = {
+    **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), lambda x, y, alpha=1: ((x, y), alpha)),
+    **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), lambda x, y, alpha=1: ((x, y), -alpha)),
+    **dict.fromkeys((aten.rsub.Tensor, aten.rsub.Scalar), lambda x, y, alpha=1: ((y, x), -alpha)),
     **dict.fromkeys(
-        (aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Tensor, aten.rsub.Scalar), ("alpha", 2, -1.0)
+        (aten.addcmul.default, aten.addcdiv.default), lambda x, a, b, value=1: ((x, a, b), value)
     ),
-    **dict.fromkeys((aten.addcmul.default, aten.addcdiv.default), ("value", 3, 1.0)),
-    aten.threshold_backward.default: ("threshold", 2, 1.0),
+    aten.threshold_backward.default: lambda gradient, x, threshold: ((gradient, x), threshold),
+    aten.elu.default: lambda x, a=1, scale=1, of_input=1: ((x,), a) if scale == of_input == 1 else None,
+    aten.elu_backward.default: lambda gradient, a, scale, of_input, of_result, x: (
+        ((gradient, x), a) if scale == of_input == 1 and not of_result else None
+    ),
+    aten.leaky_relu.default: lambda x, slope=0.01: ((x,), slope),
+    aten.leaky_relu_backward.default: lambda gradient, x, slope, of_result: (
+        None if of_result else ((gradient, x), slope)
+    ),
 }
 
 
@@ -58,14 +68,14 @@ def pointwise(node: fx.Node) -> Pointwise | None:
     target, args, kwargs, number = node.target, node.args, node.kwargs, 0.0
     if is_cast(node) or target in (aten.clone.default, aten.alias.default):
         return cast(dtype(args[0]), dtype(node), args[0])
-    if target in _SCALED:
-        name, position, factor = _SCALED[target]
-        scale: Any = args[position] if len(args) > position else kwargs.get(name, 1)
-        args, kwargs, number = args[:position], {}, factor * float(scale) + 0.0  # not -0.0
-        if target in (aten.rsub.Tensor, aten.rsub.Scalar):
-            args = (args[1], args[0])
-    fitting = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, args))
-    return next((Pointwise(name, args, number) for name in fitting), None)
+    operands: tuple[object, ...] = args
+    if target in _NUMBERED:
+        numbered = _NUMBERED[target](*args, **kwargs)
+        if numbered is None:
+            return None
+        (operands, number), kwargs = numbered, {}
+    fitting = (name for name in _LOOPS.get(target, ()) if not kwargs and _fits(_DTYPES[name], node, operands))
+    return next((Pointwise(name, operands, float(number) + 0.0) for name in fitting), None)  # not -0.0
 
 
 def _fits(kinds: tuple[torch.dtype, ...], node: fx.Node, operands: tuple[object, ...]) -> bool:

@@ -125,6 +125,12 @@ def walk(shape: Shape, spans: Sequence[Span]) -> list[tuple[Size, int, list[Oper
     if rows == ONE and outer:
         rows, row_steps = (0, outer[0]), [s[0] for s in outer_steps]
         outer, outer_steps = outer[1:], [s[1:] for s in outer_steps]
+    elif len(outer) == 1 and all(
+        row == s[0] * outer[0] for row, s in zip(row_steps, outer_steps, strict=True)
+    ):
+        # A state of several lines, [n, 20, 128]: as many rows of one line.
+        rows, row_steps = (rows[0] * outer[0], rows[1] * outer[0]), [s[0] for s in outer_steps]
+        outer, outer_steps = [], [[] for _ in spans]
     need(math.prod(outer) <= _SPREAD, "strides of more than two dimensions")
     walks = []
     for at in itertools.product(*map(range, outer)):

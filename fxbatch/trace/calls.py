@@ -257,7 +257,7 @@ def examined_function(recorder: RecordedCalls, func: object) -> ExaminedFunction
                 contents.pop(0)
         contents.insert(0, again)
         examined = again
-    recorder.knowledge.examined[id(func)], recorder.knowledge.places = examined, None
+    recorder.has_examined(func, examined)
     return examined
 
 

@@ -317,7 +317,7 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
             changed = first_changed(examined.reads.items)
             record.changed = record.changed if changed is None else changed.path
             examined = record.examined = Examined(record.module, examined.reads.again())
-        recorder.knowledge.examined[id(record)], recorder.knowledge.places = examined, None
+        recorder.has_examined(record, examined)
         if id(record.module) not in recorder.knowledge.modules.seen:  # it may change unseen
             recorder.lasts = False
     return examined

@@ -58,13 +58,15 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "by_parts", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted",
-        "made_by", "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values", "views_met",
+        "base", "by_parts", "constants", "count", "filled", "free_to_set", "graded", "heard", "inputs", "knowledge",
+        "lifted", "made_by", "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values",
+        "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     # Ids of modules whose calls are recorded by their parts, as long as no hook is set; with types of arguments: whose
     # calls with such are.
     by_parts: set[int | tuple[int | type, ...]]
+    free_to_set: set[tuple[int, str]]  # attributes of modules: (id of the module, name)
     base: int  # id of its first value
     views_met: dict[int, list[torch.Tensor]]  # of real tensors, by the id of what they are views of
     graded: bool  # whether some call was made with gradients on
@@ -195,6 +197,7 @@ class RecordedCalls(Columns):
         # Ids of modules that were made in this recording, and are no part of another.
         self.fresh: set[int] = set()
         self.by_parts = set()
+        self.free_to_set = set()
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)
@@ -277,7 +280,13 @@ class RecordedCalls(Columns):
         knowledge.examined.clear()
         self.heard.forget()
         self.by_parts.clear()
+        self.free_to_set.clear()
         self.lasts = False
+
+    def has_examined(self, record: object, examined: object) -> None:
+        """It is known now what the operation of this module or function reads."""
+        self.knowledge.examined[id(record)], self.knowledge.places = examined, None
+        self.free_to_set.clear()
 
     def is_new(self, module: torch.nn.Module) -> bool:
         """Whether a module was made in this recording, is no part of another, and was never called: no call depends
@@ -285,6 +294,19 @@ class RecordedCalls(Columns):
         knowledge, number = self.knowledge, id(module)
         is_met = number in knowledge.examined or number in knowledge.modules.seen
         return number in self.fresh and not is_met
+
+    def may_set(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether an attribute was set before, in this minibatch, and it matters to nobody but the instance that it is
+        set again: `self.state = ...` at each step."""
+        return (id(module), name) in self.free_to_set and not self.changes.waited
+
+    def has_set(self, module: torch.nn.Module, name: str) -> None:
+        """An attribute has been set: the change is noted."""
+        key = id(module), name
+        if name != "training" and name in module.__dict__ and not self.is_read(name):
+            self.free_to_set.add(key)
+        else:
+            self.free_to_set.discard(key)
 
     def is_read(self, name: str) -> bool:
         """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""

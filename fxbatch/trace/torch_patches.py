@@ -444,6 +444,12 @@ def _changes_module(
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
     if name == "training" and self.__dict__.get(name) is value:  # `eval()` again and again
         return
+    plain_value = type(value) in (Value, torch.Tensor) or not isinstance(
+        value, (torch.Tensor, torch.nn.Module)
+    )
+    if plain_value and recorder.may_set(self, name):
+        self.__dict__[name] = value
+        return
     if recorder.is_new(self) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
         plain(self, name, value)
         return
@@ -459,6 +465,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
         if recorder.is_read(name):
             recorder.forget_modules()
         object.__setattr__(self, name, value)
+        recorder.has_set(self, name)
         return
     replaces = isinstance(value, (torch.nn.Parameter, torch.nn.Module)) or any(
         name in self.__dict__.get(table, ()) for table in TABLES
@@ -468,6 +475,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     elif name == "training" or recorder.is_read(name):
         recorder.forget_modules()
     plain(self, name, value)
+    recorder.has_set(self, name)
 
 
 @stands_for(torch.nn.Module, "__delattr__")

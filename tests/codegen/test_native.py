@@ -128,6 +128,8 @@ FUNCTIONS: tuple[tuple[Any, Callable[[torch.Tensor], torch.Tensor], float], ...]
     (aten.neg.default, torch.neg, 0.0),
     (aten.abs.default, torch.abs, 0.0),
     (aten.relu.default, torch.relu, 0.0),
+    (aten.elu.default, nn.functional.elu, 4.0),
+    (aten.leaky_relu.default, nn.functional.leaky_relu, 1.51),  # the slope, too, is rounded
 )
 
 
@@ -213,6 +215,21 @@ def gates(g: fx.Graph, x: fx.Node, c: fx.Node) -> list[fx.Node]:
 
 def test_pieces_and_slices() -> None:
     check(graph_of(gates, (90, torch.float32), (30, torch.float32)), normal(90), normal(30))
+
+
+def gates_of_lines(g: fx.Graph, x: fx.Node, c: fx.Node) -> list[fx.Node]:
+    """Of a state of 40 lines: slices of the last of three dimensions."""
+    i, f, u = (add_call(g, aten.slice.Tensor, (x, 2, 30 * k, 30 * k + 30)) for k in range(3))
+    i, f = (add_call(g, aten.sigmoid.default, (p,)) for p in (i, f))
+    new = add_call(g, aten.mul.Tensor, (i, add_call(g, aten.tanh.default, (u,))))
+    return [add_call(g, aten.addcmul.default, (new, f, c))]
+
+
+def test_slices_of_states_of_many_lines() -> None:
+    """40 lines of an instance and its rows walk as one dimension: nothing is left to torch."""
+    module = graph_of(gates_of_lines, (40, 90, torch.float32), (40, 30, torch.float32))
+    assert program_of(module).calls == ()
+    check(module, normal(40, 90), normal(40, 30))
 
 
 @pytest.mark.parametrize("transposed", (False, True))

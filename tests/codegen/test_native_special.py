@@ -34,7 +34,14 @@ SCALES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("add", "sub", "rsub"), ("alpha", (1, 0, -3, 2**24 + 1))),
     **dict.fromkeys(("addcmul", "addcdiv"), ("value", (1, 0, -0.5))),
 }
-THRESHOLDS = (0, 0.5, math.inf, -math.inf)
+# Calls with numbers among their operands: their arguments, of the operands.
+ARGUMENTS: dict[str, tuple[Callable[..., tuple[Any, ...]], ...]] = {
+    "threshold_backward": tuple(lambda g, x, n=n: (g, x, n) for n in (0, 0.5, math.inf, -math.inf)),
+    "elu": (lambda x: (x,), lambda x: (x, 0.5)),
+    "elu_backward": tuple(lambda g, x, n=n: (g, n, 1.0, 1.0, False, x) for n in (1.0, 0.5)),
+    "leaky_relu": (lambda x: (x,), lambda x: (x, 0.3)),
+    "leaky_relu_backward": (lambda g, x: (g, x, 0.01, False),),
+}
 
 
 def assert_as_eager(given: torch.Tensor, eager: torch.Tensor, *, signs: bool = True) -> None:
@@ -86,15 +93,31 @@ def test_loops_of_tensors(name: str, call: str) -> None:
     types = loop_of(name).types.split()[1]
     target, short = operator.attrgetter(call)(aten), call.partition(".")[0]
     key, numbers = SCALES.get(short, ("", (None,)))
-    numbers = THRESHOLDS if short == "threshold_backward" else numbers
     inputs = operands_of(types)
     for number in numbers:
         if type(number) is float and "i" in types:
             continue
-        extra, kwargs = (
-            ((number,), {}) if short == "threshold_backward" else ((), {key: number} if key else {})
-        )
-        check(lambda g, *xs: [add_call(g, target, (*xs, *extra), kwargs)], inputs, name)  # noqa: B023
+        kwargs = {key: number} if key else {}
+        for arguments in ARGUMENTS.get(short, (lambda *xs: xs,)):
+            check(lambda g, *xs: [add_call(g, target, arguments(*xs), kwargs)], inputs, name)  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (aten.elu.default, lambda x: (x, 1.0, 1.05)),
+        (aten.elu.default, lambda x: (x, 1.0, 1.0, 2.0)),
+        (aten.elu_backward.default, lambda x: (x, 1.0, 1.0, 1.0, True, x)),
+        (aten.leaky_relu_backward.default, lambda x: (x, x, 0.01, True)),
+    ],
+)
+def test_other_numbers_are_torchs(target: Any, arguments: Callable[..., tuple[Any, ...]]) -> None:
+    """`selu` is an elu of other scales: a call of torch, in the program of the others."""
+    make = lambda g, x: [add_call(g, target, arguments(x))]  # noqa: E731
+    program = make_program(graph_of(make, (torch.float32,)), ())
+    assert isinstance(program, NativeProgram)
+    assert program.calls == (str(target),)
+    check(make, operands_of("f"), "a call")
 
 
 @pytest.mark.parametrize(

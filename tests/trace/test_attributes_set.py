@@ -1,0 +1,101 @@
+"""Attributes that a forward sets again and again, `self.state = ...` at each step: noted once or twice, and right
+where a call reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxbatch.trace.module_changes import ModuleChanges
+from tests.trace.made import check_state, linear, model
+
+STEPS = 7
+
+
+def stateful(self: Any, x: Tensor) -> Tensor:
+    self.h = x
+    for step in range(STEPS):
+        self.before = self.h
+        self.h = torch.tanh(self.l(self.h))
+        self.seen = (step, self.h)
+    return self.h + self.before
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.k = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.k
+
+
+def read_from_the_first_call_on(self: Any, x: Tensor) -> Tensor:
+    for k in range(3):
+        x = self.s(x)
+        self.s.k = k
+    return x
+
+
+def read_later(self: Any, x: Tensor) -> Tensor:
+    for k in (5, 4, 3):  # nothing has read it yet
+        self.s.k = k
+    x = self.s(x)
+    self.s.k = 2
+    return self.s(x)
+
+
+def becomes_a_module(self: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        self.part = x
+    self.part = self.s
+    x = self.part(x)
+    self.part.k = 4
+    x = self.part(x)
+    del self.part
+    return x
+
+
+def taken_away_and_set(self: Any, x: Tensor) -> Tensor:
+    for k in range(3):
+        self.s.k = k + 1
+        x = self.s(x)
+        del self.s.k
+        self.s.k = 2
+    return self.s(x)
+
+
+def xs(count: int) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(4) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [stateful, read_from_the_first_call_on, read_later, becomes_a_module, taken_away_and_set],
+    ids=lambda f: f.__name__,
+)
+def test_values_gradients_and_the_state_left_are_the_loops(forward: Callable[..., Any]) -> None:
+    check_state(model(forward, {"adaptive": False}, l=linear, s=Scaled), xs(6), times=3)
+
+
+def test_what_is_set_at_each_step_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[str] = []
+    note = ModuleChanges.note
+
+    def counted(self: ModuleChanges, module: nn.Module, name: str, *value: object) -> None:
+        noted.append(name)
+        note(self, module, name, *value)
+
+    monkeypatch.setattr(ModuleChanges, "note", counted)
+    made = model(stateful, {"adaptive": False}, l=linear)
+    for count in (4, 64):
+        noted.clear()
+        made(xs(count))
+        # Once more after the first call of a module, as it may read them.
+        assert sorted(noted) == ["before", "before", "h", "h", "seen"]
