@@ -203,21 +203,15 @@ class PlainNumberError(Exception):
     """Code that is traced needs a size as a plain number. Raised where it asks for it: loops are long."""
 
 
-def trace_with_sizes(
-    function: Callable[..., Any],
-    tensors: Sequence[torch.Tensor],
-    dynamic: Sequence[Sequence[int]],
-    decompositions: Mapping[Any, Callable[..., Any]],
-) -> tuple[Any, Any]:
-    """`function(*tensors)` as a graph of operators as they are called, before autograd, with symbols for some sizes.
+def fakes_to_trace(
+    tensors: Sequence[torch.Tensor], dynamic: Sequence[Sequence[int]]
+) -> tuple[FakeTensorMode, Any, list[torch.Tensor]]:
+    """Fakes of tensors, with symbols for the sizes of some dimensions, in a mode and a shape environment of their own.
 
     dynamic: per tensor, the dimensions that get a symbol; no two sizes share one, and 0 and 1 are sizes like others.
-    Returns (graph module, shape environment): its guards say for which sizes the graph is the function.
-    PlainNumberError where the function needs one of the sizes that have a symbol as a plain number.
     Checked: 2.13.0.
     """
     from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     start_engine()
@@ -239,7 +233,24 @@ def trace_with_sizes(
         with mode:
             return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
 
-    fakes = [fake(i, x, dims) for i, (x, dims) in enumerate(zip(tensors, dynamic, strict=True))]
+    return mode, env, [fake(i, x, dims) for i, (x, dims) in enumerate(zip(tensors, dynamic, strict=True))]
+
+
+def trace_with_sizes(
+    function: Callable[..., Any],
+    tensors: Sequence[torch.Tensor],
+    dynamic: Sequence[Sequence[int]],
+    decompositions: Mapping[Any, Callable[..., Any]],
+) -> tuple[Any, Any]:
+    """`function(*tensors)` as a graph of operators as they are called, before autograd, with symbols for some sizes.
+
+    Returns (graph module, shape environment): its guards say for which sizes the graph is the function.
+    PlainNumberError where the function needs one of the sizes that have a symbol as a plain number.
+    Checked: 2.13.0.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode, env, fakes = fakes_to_trace(tensors, dynamic)
     with mode, inline_compiled_functions():
         # "real", as the tensors are fakes already: it would make others of them.
         graph = make_fx(

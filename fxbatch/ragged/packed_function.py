@@ -8,6 +8,7 @@ In: a body of one instance, example tensors, and which dimensions are the instan
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -351,15 +352,27 @@ class PackedFunction:
         *,
         flags_known: bool = True,
         code: Sequence[object] = (),
+        by_tape: bool = False,
     ) -> PackedFunction:
         """`body(*tensors, *shared)`, which gives a flat list of tensors, as a function of minibatches.
 
         NoPackedForm says why there is none. flags_known: whether `requires_grad` of these tensors is that of all.
-        code: the users' modules and functions that the body runs.
+        code: the users' modules and functions that the body runs. by_tape: whether a tape of them is tried first, which
+        is enough where each of its calls has a rule.
         """
         every = [*dynamic, *[()] * len(shared)]
-        graph = SizedGraph(body, [*tensors, *shared], every, kept_whole(), flags_known=flags_known, code=code)
-        lowered = lower(graph, rule_of, alone, len(shared))
+
+        inputs, how = [*tensors, *shared], {"flags_known": flags_known, "code": code}
+
+        def lowered_by(tape: bool) -> tuple[SizedGraph, Lowered]:
+            graph = SizedGraph(body, inputs, every, kept_whole(), **how, by_tape=tape)
+            return graph, lower(graph, rule_of, alone, len(shared))
+
+        pair = None
+        if by_tape:
+            with contextlib.suppress(Exception):
+                pair = lowered_by(True)
+        graph, lowered = lowered_by(False) if pair is None or pair[1].alone else pair
         space = dict(lowered.constants)
         exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`
         sizes = columns_function([*lowered.lengths, *lowered.columns], graph.symbols)

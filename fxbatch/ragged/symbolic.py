@@ -13,6 +13,7 @@ plain numbers, and is the graph where the two have the same nodes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import operator
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxbatch.codegen.body import IndexByTensor
+from fxbatch.codegen.body import Call, IndexByTensor, Result, Tape, as_graph, record
 from fxbatch.ragged.expressions import (
     ColumnsFunction,
     UnknownExpressionError,
@@ -42,9 +43,11 @@ from fxbatch.torch_private import (
     FakeTensor,
     PlainNumberError,
     composite_operators,
+    fakes_to_trace,
     set_grad_enabled,
     trace_with_sizes,
     tree_flatten,
+    tree_map,
     without_symbols,
 )
 from fxbatch.trace.operations import one_hot_within
@@ -68,7 +71,8 @@ class SizedGraph:
     """A traced body and the sizes for which it stands: `body(*tensors)`; NoPackedForm where its sizes can't be symbols.
 
     kept: composite operators that stay whole; flags_known: whether these tensors require gradients where all that are
-    given will; code: the users' modules and functions that it runs.
+    given will; code: the users' modules and functions that it runs; by_tape: whether it is a function of torch that is
+    no composite (`is_composite`), of which a tape below autograd says the same, at a third of the time.
     """
 
     def __init__(
@@ -80,12 +84,10 @@ class SizedGraph:
         *,
         flags_known: bool = True,
         code: Sequence[object] = (),
+        by_tape: bool = False,
     ) -> None:
-        self.body, self.code = body, code
-        self.flags_known = flags_known
-        self.tensors = tensors
-        self.dynamic = dynamic
-        self.whole = whole
+        self.body, self.tensors, self.dynamic = body, tensors, dynamic
+        self.how = {"whole": whole, "flags_known": flags_known, "code": code, "by_tape": by_tape}
         self.module, env = self._traced()
         self.inputs = [n for n in self.module.graph.nodes if n.op == "placeholder"]
         inputs = zip(self.inputs, dynamic, strict=True)
@@ -104,16 +106,16 @@ class SizedGraph:
 
     def _traced(self) -> tuple[fx.GraphModule, ShapeEnv]:
         """The graph; with stand-ins for types as well where the code needs a size as a plain number otherwise."""
-        arguments = self.body, self.tensors, self.dynamic, self.whole, self.flags_known, self.code
+        trace = functools.partial(_trace, self.body, self.tensors, self.dynamic, **self.how)
         reason: Exception | None = None
         try:
-            traced = _trace(*arguments)
+            traced = trace()
             if not any(_is_of_number(g.expr) for g in traced[1].guards):
                 return traced
         except PlainNumberError as error:
             reason = error
         with contextlib.suppress(Exception):  # the code asks what a stand-in is not: as without
-            return _trace(*arguments, TYPES)
+            return trace(names=TYPES)
         if reason is not None:
             raise NoPackedForm(str(reason))
         return traced
@@ -185,9 +187,7 @@ class SizedGraph:
             return False
         example = self._example(sizes)
         try:
-            other = SizedGraph(
-                self.body, example, self.dynamic, self.whole, flags_known=self.flags_known, code=self.code
-            )
+            other = SizedGraph(self.body, example, self.dynamic, **self.how)
             stands = self.symbols == other.symbols and _same_nodes(self.module.graph, other.module.graph, {})
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             stands = False
@@ -221,9 +221,7 @@ class SizedGraph:
         log = logging.getLogger("torch._subclasses.fake_tensor")
         disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
-            module, _ = _trace(
-                self.body, tensors, [()] * len(tensors), self.whole, self.flags_known, self.code
-            )
+            module, _ = _trace(self.body, tensors, [()] * len(tensors), **self.how)
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
         finally:
@@ -264,13 +262,15 @@ def _trace(
     whole: frozenset[str],
     flags_known: bool,
     code: Sequence[object],
+    by_tape: bool,
     names: Names = FUNCTIONS,
 ) -> tuple[fx.GraphModule, ShapeEnv]:
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with functions_refused(NoPackedForm), stand_ins((body, *code), names):
-            traced = trace_with_sizes(_watched(body, flags_known), tensors, dynamic, _decompositions(whole))
+            arguments = _watched(body, flags_known), tensors, dynamic
+            traced = _taped(*arguments) if by_tape else trace_with_sizes(*arguments, _decompositions(whole))
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = traced
@@ -282,6 +282,34 @@ def _trace(
         lambda n: n.op in ("placeholder", "output") or not isinstance(n.target, torch._ops.OpOverload)
     )
     return module, env
+
+
+def _taped(
+    body: Function, tensors: Sequence[torch.Tensor], dynamic: Sequence[Sequence[int]]
+) -> tuple[fx.GraphModule, ShapeEnv]:
+    mode, env, fakes = fakes_to_trace([t.detach() for t in tensors], dynamic)
+    with mode, torch.no_grad():
+        tape = record(body, fakes)
+    env.refuse_plain_numbers()
+    return as_graph(_with_nodes_for_numbers(tape)), env
+
+
+def _with_nodes_for_numbers(tape: Tape) -> Tape:
+    """The tape in which numbers made of sizes are values of calls, which nobody makes: a graph has nodes for them."""
+    calls: list[Call] = []
+    place: dict[int, int] = {}
+
+    def told(x: object) -> object:
+        if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            calls.append(Call(operator.index, (), {}, x))
+            return Result(len(calls) - 1)
+        return Result(place[x.index]) if type(x) is Result else x
+
+    for i, call in enumerate(tape.calls):
+        args, kwargs = tree_map(told, (call.args, call.kwargs))
+        place[i] = len(calls)
+        calls.append(dataclasses.replace(call, args=args, kwargs=kwargs))
+    return Tape(calls, tree_map(told, tape.results))
 
 
 # What a graph of operators does not hold: it would be lost, and gradients would be others.
@@ -485,6 +513,11 @@ def _composites() -> dict[torch._ops.OpOverload, str]:
         if operator is not None and hasattr(operator, "decompose"):
             names[operator] = base
     return names
+
+
+def is_composite(function: object) -> bool:
+    """Whether a function of torch's has the name of a composite operator, which rules may handle whole."""
+    return f"aten::{getattr(function, '__name__', '')}" in _composites().values()
 
 
 def _decompositions(whole: frozenset[str]) -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -245,7 +245,7 @@ class PackedCalls:
 
     def _build(self, family: CallFamily, types: Sequence[TensorSpec]) -> None:
         from fxbatch.ragged.packed_function import PackedFunction
-        from fxbatch.ragged.symbolic import NoPackedForm
+        from fxbatch.ragged.symbolic import NoPackedForm, is_composite
 
         every = [entry.signature.inputs for entry in family.members] + [tuple(types)]
         dynamic = tuple(
@@ -279,8 +279,9 @@ class PackedCalls:
             # Around the trace, which has `len` and others of its own where the body's code looks for them.
             with torch.inference_mode(False), signature.as_recorded():
                 function = PackedFunction.of(
-                    body, example, dynamic, operands, flags_known=False, code=[signature.operation.target]
-                )
+                    body, example, dynamic, operands, flags_known=False, code=[signature.operation.target],
+                    by_tape=signature.operation.kind == "function" and not is_composite(signature.operation.target),
+                )  # fmt: skip
             if function.lowered.by_values:
                 raise NoPackedForm("a size depends on values")
             family.function = function
