@@ -361,7 +361,6 @@ class PackedFunction:
         is enough where each of its calls has a rule.
         """
         every = [*dynamic, *[()] * len(shared)]
-
         inputs, how = [*tensors, *shared], {"flags_known": flags_known, "code": code}
 
         def lowered_by(tape: bool) -> tuple[SizedGraph, Lowered]:

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.constants import RowColumn
 from fxbatch.trace.table import CallArguments, Entry, SignatureTable, static_key
+from fxbatch.trace.values import GETITEM
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.ragged.packed_function import PackedFunction
@@ -49,7 +50,11 @@ MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
 SAVES = 40  # launches, each of one size, from which on a segment of a phase is worth planning
+SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
+
+
+Place: TypeAlias = tuple[int, str]  # of a number: a leaf of a template, and a bound where it is a slice
 
 
 @dataclass(eq=False)
@@ -57,6 +62,7 @@ class CallFamily:
     """Calls of one module or function that differ in the sizes of their inputs, and in numbers that are such, alone."""
 
     numbers: Mapping[int, tuple[int, int] | None] = field(default_factory=dict)  # `_sizes_in`
+    places: Sequence[Place] = ()  # numbers in an index, which each call has of its own
     key: object = None  # among the entries of their module
     members: list[Entry] = field(default_factory=list)
     keys: list[object] = field(default_factory=list)  # of the members among the entries of their module
@@ -69,6 +75,13 @@ class CallFamily:
     steps: int = 0
     checked: bool = False  # whether the function was compared with the calls one by one
     stacks: bool = False  # `torch.stack` of rows, another number of them in each call
+
+    def types(self, types: Sequence[TensorSpec], template: Template | None) -> tuple[TensorSpec, ...]:
+        """The types of what its function is given of the values of a call, and of its numbers: each as the size of a
+        tensor without elements."""
+        assert template is not None
+        numbers = [_number_at(template, place) + SHIFT for place in self.places]
+        return (*types, *[tensor_spec((n, 0), torch.float32, torch.device("cpu")) for n in numbers])
 
 
 class PackedCalls:
@@ -105,7 +118,8 @@ class PackedCalls:
             return None
         function = family.function
         assert function is not None
-        sizes = _fitting_sizes(function, types)
+        template = arguments.template()
+        sizes = _fitting_sizes(function, family.types(types, template))
         if sizes is None:
             return None
         member = family.members[0]
@@ -115,7 +129,7 @@ class PackedCalls:
             for shape, t in zip(function.output_shapes(sizes), member.signature.outputs, strict=True)
         )
         signature = dataclasses.replace(
-            member.signature, inputs=types, outputs=outputs, arguments=arguments.template(), sizes=family,
+            member.signature, inputs=types, outputs=outputs, arguments=template, sizes=family,
         )  # fmt: skip
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
@@ -141,7 +155,8 @@ class PackedCalls:
         for key in family.keys:
             entries.pop(key, None)
         for signature in [member.signature for member in family.members]:
-            if family.function is None or _fitting_sizes(family.function, signature.inputs) is not None:
+            types = family.types(signature.inputs, signature.arguments)
+            if family.function is None or _fitting_sizes(family.function, types) is not None:
                 self.first[signature] = family
         arguments.recorder.lasts = False
 
@@ -210,12 +225,13 @@ class PackedCalls:
         """Whether a call is one of those in which another dimension differs than its function takes to be an instance's
         own, and another function may be tried."""
         assert family.function is not None
-        other = not _other_dimensions_fit(family.function, entry.signature.inputs)
+        types = family.types(entry.signature.inputs, entry.signature.arguments)
+        other = not _other_dimensions_fit(family.function, types)
         return other and not family.widest and self.may_try(SECONDS)
 
     def _widen(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
         """One family of the calls that fit the function and of those that do not, if one function is for them all."""
-        wider = CallFamily(family.numbers, family.key, family.members, family.keys)
+        wider = CallFamily(family.numbers, family.places, family.key, family.members, family.keys)
         family.widest = True
         if self._built(entries, wider, arguments):
             entries[family.key] = wider
@@ -224,55 +240,88 @@ class PackedCalls:
 
     def _family(self, entries: dict[object, Any], arguments: CallArguments, of: object) -> CallFamily:
         template, types = arguments.template(), arguments.types()
-        numbers = _sizes_in(template, types, of)
+        places = self._own_numbers(entries, template, types, of)
+        numbers = {i: n for i, n in _sizes_in(template, types, of).items() if (i, "") not in places}
         while True:
+            leaves = _with_numbers(template, dict.fromkeys(places, -1)).leaves
             key = (
                 "sizes",
                 of,
                 str(template.spec),
+                places,
                 tuple(
                     ("size", numbers[i]) if i in numbers else x if type(x) is Slot else static_key(x)
-                    for i, x in enumerate(template.leaves)
+                    for i, x in enumerate(leaves)
                 ),
                 tuple((len(t.shape), t.dtype, t.device) for t in types),
                 _repeated(types),
                 tuple(s.key for s in arguments.shared),
             )
-            family: CallFamily = entries.setdefault(key, CallFamily(numbers, key))
-            if not family.reason or not numbers:
+            family: CallFamily = entries.setdefault(key, CallFamily(numbers, places, key))
+            if not family.reason or not (numbers or places):
                 return family
-            numbers = {}  # then the numbers are what they are
+            numbers, places = {}, ()  # then the numbers are what they are
+
+    def _own_numbers(
+        self, entries: dict[object, Any], template: Template, types: Sequence[TensorSpec], of: object
+    ) -> tuple[Place, ...]:
+        """The numbers in an index, `x[2:5]`, `x[:, i]`, along dimensions in which such values differ: any others of
+        these, in another call, are numbers of the same family. None of `x[i]`, which reads a row."""
+        index = template.leaves[1:]
+        plain = all(type(x) in (int, slice) or x is None for x in index)
+        if of != GETITEM or not plain or type(index[0]) is int:
+            return ()
+        dims = itertools.count()
+        places: list[tuple[int, Place]] = []  # each with its dimension
+        for i, x in enumerate(index, 1):
+            dim = -1 if x is None else next(dims)
+            bounds = ("start", "stop") if type(x) is slice else ("",)
+            numbers = [(bound, _number_at(template, (i, bound))) for bound in bounds]
+            places += [(dim, (i, bound)) for bound, n in numbers if type(n) is int and n >= 0]
+        key = ("index", str(template.spec), *map(type, index), len(types[0].shape))
+        first, differing = entries.setdefault(key, (types[0].shape, set()))
+        differing.update(d for d, (n, m) in enumerate(zip(first, types[0].shape, strict=True)) if n != m)
+        return tuple(place for dim, place in places if dim in differing)
 
     def _build(self, family: CallFamily, types: Sequence[TensorSpec]) -> None:
         from fxbatch.ragged.packed_function import PackedFunction
         from fxbatch.ragged.symbolic import NoPackedForm, is_composite
 
         every = [entry.signature.inputs for entry in family.members] + [tuple(types)]
-        dynamic = tuple(
+        of_values = tuple(
             tuple(d for d in range(len(column[0].shape)) if len({t.shape[d] for t in column}) > 1)
             for column in zip(*every, strict=True)
         )
+        if len(set(every)) < MEMBERS:
+            return  # numbers alone differ so far
+        dynamic = (*of_values, *[(0,)] * len(family.places))
         if sum(map(len, dynamic)) > MOST_SIZES or any(len(dims) > 2 for dims in dynamic):
             family.reason = "too many sizes of its own"
             return
-        entry = max(family.members, key=lambda m: min(_own(m.signature.inputs, dynamic), default=0))
+        entry = max(family.members, key=lambda m: min(_own(m.signature.inputs, of_values), default=0))
         signature = entry.signature
-        if min(_own(signature.inputs, dynamic), default=0) < 2:
+        if min(_own(signature.inputs, of_values), default=0) < 2:
             family.members.pop()  # sizes 0 and 1 make no example: wait for another
             family.keys.pop()
             return
         count = len(signature.inputs)
+        first_shared = count + len(family.places)
 
         def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
             assert signature.arguments is not None
-            leaves = list(signature.arguments.leaves)
-            for place, size in family.numbers.items():
-                leaves[place] = -1 if size is None else tensors[size[0]].shape[size[1]]
-            sized = dataclasses.replace(signature.arguments, leaves=tuple(leaves))
-            call = dataclasses.replace(signature, arguments=sized) if family.numbers else signature
-            return call.run(tensors[:count], tensors[count:], reinstated=True)
+            numbers: dict[Place, object] = {
+                (i, ""): -1 if size is None else tensors[size[0]].shape[size[1]]
+                for i, size in family.numbers.items()
+            }
+            sized = zip(family.places, tensors[count:first_shared], strict=True)
+            numbers.update((place, t.shape[0] - SHIFT) for place, t in sized)
+            call = signature
+            if numbers:
+                call = dataclasses.replace(signature, arguments=_with_numbers(signature.arguments, numbers))
+            return call.run(tensors[:count], tensors[first_shared:], reinstated=True)
 
-        example = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in signature.inputs]
+        types = family.types(signature.inputs, signature.arguments)
+        example = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in types]
         shared = [s.resolve() for s in signature.shared]
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
@@ -391,7 +440,7 @@ class PackedCalls:
                 work.give(calls, [work.stacks_of(calls)])
             return
         signature = program.signatures[program.sig[calls[0]]]
-        columns = work.columns_of(calls)
+        columns = [*work.columns_of(calls), *_numbers_as_sizes(family, program, calls)]
         shared = [s.resolve() for s in signature.shared]
         with torch.set_grad_enabled(grad and signature.modes.grad):
             if not family.checked and not self._agrees(family, list(map(list, columns)), shared):
@@ -718,6 +767,32 @@ def _sizes_in(
         if rest is not None:
             places[rest] = None
     return places
+
+
+def _number_at(template: Template, place: Place) -> int:
+    i, bound = place
+    return getattr(template.leaves[i], bound) if bound else template.leaves[i]
+
+
+def _with_numbers(template: Template, numbers: Mapping[Place, object]) -> Template:
+    """The template with other numbers at some places."""
+    leaves = list(template.leaves)
+    for (i, bound), n in numbers.items():
+        x = leaves[i]
+        leaves[i] = (
+            n if not bound else slice(n, x.stop, x.step) if bound == "start" else slice(x.start, n, x.step)
+        )
+    return dataclasses.replace(template, leaves=tuple(leaves))
+
+
+def _numbers_as_sizes(family: CallFamily, program: Program, calls: np.ndarray) -> list[Tensors]:
+    """The numbers that these calls have of their own: for each place the calls' tensors of that size."""
+    if not family.places:
+        return []
+    signatures, of = np.unique(program.sig[calls], return_inverse=True)
+    templates = [program.signatures[s].arguments for s in signatures.tolist()]
+    every = [[torch.empty((_number_at(t, place) + SHIFT, 0)) for t in templates] for place in family.places]
+    return [[sized[i] for i in of.tolist()] for sized in every]
 
 
 def _repeated(types: Sequence[TensorSpec]) -> tuple[tuple[int, ...], ...]:
