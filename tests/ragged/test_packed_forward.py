@@ -129,7 +129,7 @@ def test_a_branch_on_the_size_gets_a_graph_of_its_own() -> None:
 def _traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     plain = symbolic._trace
-    monkeypatch.setattr(symbolic, "_trace", lambda *given: found.append(1) or plain(*given))
+    monkeypatch.setattr(symbolic, "_trace", lambda *given, **how: found.append(1) or plain(*given, **how))
     return found
 
 

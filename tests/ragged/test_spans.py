@@ -90,3 +90,23 @@ def test_steps_do_not_grow_with_the_numbers_that_are_met() -> None:
         model(*sentences(seed, 12 * seed))
         steps.append(sum(f.steps for f in families(model)) - before)
     assert steps[1] <= steps[0] <= 7  # of twice as many sentences
+
+
+@pytest.mark.parametrize("span", [(3, 1), (2, 2), (5, 9), (0, 0), (-2, 2), (1, -1), (100, 200)])
+def test_spans_that_are_empty_or_reach_beyond(span: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Tagger(lambda h, a, b: h[a:b].sum(0))
+    xs, spans = sentences(0)
+    model(xs, spans)
+    check_equal(model, xs, [[*mine, span] for mine in spans])
+
+
+@pytest.mark.parametrize("place", [20, -20])
+def test_a_place_beyond_the_end_is_the_users_error(place: int) -> None:
+    torch.manual_seed(0)
+    model = Tagger(READS["in a batch of one"][0])
+    xs, spans = sentences(0)
+    model(xs, spans)
+    spans[3] = [(place, place + 1)]
+    with pytest.raises(IndexError, match=f"index {place} is out of bounds for dimension 1"):
+        model(xs, spans)
