@@ -72,7 +72,7 @@ class SizedGraph:
 
     kept: composite operators that stay whole; flags_known: whether these tensors require gradients where all that are
     given will; code: the users' modules and functions that it runs; by_tape: whether it is a function of torch that is
-    no composite (`is_composite`), of which a tape below autograd says the same, at a third of the time.
+    no composite (`is_composite`), of which a tape below autograd says the same, in about half the time.
     """
 
     def __init__(

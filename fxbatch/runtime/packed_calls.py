@@ -267,9 +267,8 @@ class PackedCalls:
     ) -> tuple[Place, ...]:
         """The numbers in an index, `x[2:5]`, `x[:, i]`, along dimensions in which such values differ: any others of
         these, in another call, are numbers of the same family. None of `x[i]`, which reads a row."""
-        index = template.leaves[1:]
-        plain = all(type(x) in (int, slice) or x is None for x in index)
-        if of != GETITEM or not plain or type(index[0]) is int:
+        index = template.leaves[1:] if of == GETITEM else (0,)
+        if type(index[0]) is int or not all(type(x) in (int, slice) or x is None for x in index):
             return ()
         dims = itertools.count()
         places: list[tuple[int, Place]] = []  # each with its dimension

@@ -58,15 +58,13 @@ class Columns:
     """The recorder's state that each call reads or writes: slots, which C finds by their offsets."""
 
     __slots__ = (
-        "base", "by_parts", "constants", "count", "filled", "free_to_set", "graded", "heard", "inputs", "knowledge",
-        "lifted", "made_by", "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values",
-        "views_met",
+        "base", "by_parts", "constants", "count", "filled", "graded", "heard", "inputs", "knowledge", "lifted",
+        "made_by", "number_ids", "once", "payload", "row_calls", "settled", "sigs", "uses", "values", "views_met",
     )  # fmt: skip
     values: Any  # all Value objects of the recording
     # Ids of modules whose calls are recorded by their parts, as long as no hook is set; with types of arguments: whose
     # calls with such are.
     by_parts: set[int | tuple[int | type, ...]]
-    free_to_set: set[tuple[int, str]]  # attributes of modules: (id of the module, name)
     base: int  # id of its first value
     views_met: dict[int, list[torch.Tensor]]  # of real tensors, by the id of what they are views of
     graded: bool  # whether some call was made with gradients on
@@ -197,7 +195,7 @@ class RecordedCalls(Columns):
         # Ids of modules that were made in this recording, and are no part of another.
         self.fresh: set[int] = set()
         self.by_parts = set()
-        self.free_to_set = set()
+        self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
         roots = tuple(roots)
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)
