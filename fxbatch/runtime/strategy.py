@@ -41,6 +41,7 @@ LEARNING = 1.5  # times as many instances as in the trial before it, so that the
 TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
 HOPELESS = 2.0  # times the loop's, once all is built, above which none is
 PATIENCE = 3.0  # times the loop's time beyond its own: what all of that may have taken
+REPAID = 15  # minibatches, in which batching would win back what it has taken: so much it may have, too
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
@@ -138,8 +139,9 @@ class _Case:
         self.begun = timing.instances
         loop, batch = self._medians()
         whole = loop * max(self.size, FEW)
-        if spent <= PATIENCE * whole:
-            batch -= timing.late / timing.instances  # as once all is built
+        built = batch - timing.late / timing.instances  # as once all is
+        if spent <= max(PATIENCE * whole, REPAID * (loop - built) * max(self.size, FEW)):
+            batch = built
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
@@ -181,12 +183,9 @@ class _Case:
         """Median seconds per instance by the loop, and batched; 0 if that was not timed. Backward passes count if both
         ways have had some."""
         ways = [[t for t in way if t.forward] for way in (self.loop, self.batch)]
-        if all(any(t.backward for t in way) for way in ways):
+        if back := all(any(t.backward for t in way) for way in ways):
             ways = [[t for t in way if t.backward] for way in ways]
-            each = [[(t.forward + t.backward) / t.instances for t in way] for way in ways]
-        else:
-            each = [[t.forward / t.instances for t in way] for way in ways]
-        loop, batch = [_median(way) for way in each]
+        loop, batch = [_median([(t.forward + back * t.backward) / t.instances for t in way]) for way in ways]
         return loop, batch
 
 

@@ -21,6 +21,7 @@ from fxbatch.runtime.strategy import (
     HOPELESS,
     MET,
     PATIENCE,
+    REPAID,
     RETIMED,
     SCOUTS,
     TOO_LONG,
@@ -256,6 +257,13 @@ def test_what_takes_long_as_it_is_not_built_yet_is_timed_again_while_not_too_muc
             late,
             spent,
         )
+    for spent, timed in (
+        (REPAID * 32 - 1.0, 1 + RETIMED),
+        (REPAID * 32 + 1.0, 1),
+    ):  # half of the loop, once built
+        times = Times(1.0, ratio, late=ratio - 0.5)
+        times.spent = spent
+        assert loops(Strategy(), 64, times, 30) == [False] * (1 + timed) + [True] * (29 - timed), spent
     strategy, times = Strategy(), Times(1.0, ratio, late=1.5)
     assert loops(strategy, 64, times, 3) == [False] * 3
     times.batch, times.late = 0.1, 0.0  # all is built
