@@ -91,6 +91,7 @@ class PackedCalls:
         self.verify = verify
         self.may_try = may_try  # asked before a function is built
         self.families: list[CallFamily] = []
+        self.settled = 0  # families that were there when the minibatch before was resolved
         self.steps = 0
         self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
 
@@ -113,7 +114,7 @@ class PackedCalls:
             return None
         types = arguments.types()
         if family.function is None and not (
-            self.may_try(SECONDS) and self._built(entries, family, arguments)
+            self.may_try(SECONDS * (1 + self._unproven())) and self._built(entries, family, arguments)
         ):
             return None
         function = family.function
@@ -133,6 +134,11 @@ class PackedCalls:
         )  # fmt: skip
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
+
+    def _unproven(self) -> int:
+        """How many functions a whole minibatch has had no use for: where their calls wait for one another too often,
+        those of others are likely to."""
+        return sum(f.function is not None and not f.steps for f in self.families[: self.settled])
 
     def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
         """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
@@ -839,6 +845,7 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
+    packed.settled = len(packed.families)
     if not program.known and not _waiting(packed, program).any():
         return program
     program = eliminate_dead(program)

@@ -14,6 +14,7 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import CONSTANT_KINDS
 from fxbatch.runtime.packed_calls import LONG, MEMBERS, MOST
+from fxbatch.runtime.packed_route import SECONDS
 from tests.oracle import check_equal
 
 SIZE = 6
@@ -148,6 +149,31 @@ def test_what_waits_for_one_another_too_often_runs_as_any_other() -> None:
     model = Decoder(MOST + 1)
     check_equal(model, sentences(0, FIRST))
     assert packed_calls(model) and not any(packed_calls(model).values())
+
+
+@pytest.mark.parametrize("steps", [1, MOST + 1])
+def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int) -> None:
+    """Those of which no call could run in a whole minibatch."""
+
+    class Mixed(Decoder):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, words: list[int], more: bool) -> torch.Tensor:
+            states, h = self.states(words)
+            states = torch.relu(states) * 2 if more else states
+            for _ in range(self.steps):
+                h = self.cell(torch.softmax(states @ h, 0) @ states, h)
+            return self.out(h)
+
+    model, asked = Mixed(steps), list[float]()
+    model(sentences(0, FIRST[:1]), [False])
+    engine_of(model).packed_calls.may_try = lambda seconds: asked.append(seconds) or True
+    check_equal(model, sentences(0, FIRST), [False] * len(FIRST))
+    first = set(asked)
+    functions = [f for f in engine_of(model).packed_calls.families if f.function is not None]
+    asked.clear()
+    check_equal(model, sentences(1, FIRST), [True] * len(FIRST))
+    assert functions and first == {SECONDS}
+    assert set(asked) == ({SECONDS} if steps == 1 else {SECONDS * (1 + len(functions))})
 
 
 def test_stacks_of_few_rows_are_no_family() -> None:
