@@ -43,7 +43,7 @@ from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInsta
 from fxbatch.runtime.options import Batching, Options, signature
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings, unheard_mode
-from fxbatch.runtime.results import nest, stack_real
+from fxbatch.runtime.results import gather
 from fxbatch.runtime.run import Run
 from fxbatch.runtime.strategy import Choice, Strategy, Trial
 from fxbatch.runtime.watchers import hidden_modes
@@ -537,9 +537,7 @@ class Autobatched:
 
     def put_together(self, results: list[Any]) -> Any:
         """Results of the instances, real tensors in them, as the decorated call gives them."""
-        if self.options.out == "stack":
-            return stack_real(results)
-        return nest(results) if self.options.out == "nested" else results
+        return gather(results, self.options.out)
 
     def _alone(self, *args: Any, **kwargs: Any) -> Any:
         try:

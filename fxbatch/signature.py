@@ -306,19 +306,15 @@ class Signature:
         if op.kind == "graph":
             yield lambda *inputs: op.target(*inputs, *shared)
             return
-        bodies.running += 1
-        try:
-            with nullcontext() if reinstated else self.as_recorded():
-                target = op.target
-                if op.kind == "module":
-                    frozen = None if self.frozen is None else self.frozen.module
-                    target = structural_twin(op.target if frozen is None else frozen, {})
-                    for (path, name), tensor in zip(self._places, shared, strict=False):
-                        place_tensor(target, path, name, tensor)
-                    target = target if op.method is None else getattr(target, op.method)
-                yield self._binder(target, shared)
-        finally:
-            bodies.running -= 1
+        with bodies, nullcontext() if reinstated else self.as_recorded():
+            target = op.target
+            if op.kind == "module":
+                frozen = None if self.frozen is None else self.frozen.module
+                target = structural_twin(op.target if frozen is None else frozen, {})
+                for (path, name), tensor in zip(self._places, shared, strict=False):
+                    place_tensor(target, path, name, tensor)
+                target = target if op.method is None else getattr(target, op.method)
+            yield self._binder(target, shared)
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[tuple[str, ...], str], ...]:
@@ -363,9 +359,15 @@ class Signature:
 
 
 class _Bodies(threading.local):
-    """Whether this thread runs the body of an operation: decorated callables in it are plain code then."""
+    """Whether this thread runs the body of an operation, `with bodies`: decorated callables in it are plain code."""
 
     running = 0
+
+    def __enter__(self) -> None:
+        self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.running -= 1
 
 
 bodies = _Bodies()

@@ -26,7 +26,7 @@ from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
-from fxbatch.runtime.results import Results, Take, nest, separate, stack
+from fxbatch.runtime.results import Results, Take, gather, separate, stack
 from fxbatch.runtime.run import Renumber, Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
@@ -198,7 +198,7 @@ class Engine(Planner):
             if out == "stack":
                 return stack(leaves, renumber, take)
             results = separate(leaves, renumber, take, run.value_needs if run.blocks is None else None)
-            return nest(results) if out == "nested" else results
+            return gather(results, out)
         finally:
             if held is not None:
                 held.abandon()  # where something was raised first

@@ -43,9 +43,7 @@ class Phase:
     plan: Plan
     needs: Needs
     operations: OperationSet
-    whole_plan: WholePlan | None = (
-        None  # with all that is known of values and arrays; None where other phases share them
-    )
+    whole_plan: WholePlan | None = None  # with all known of values; None where other phases share them
     tapes: dict[int, list[object]] = field(
         default_factory=dict
     )  # step -> what a call-by-call operation keeps

@@ -40,9 +40,7 @@ from fxbatch.trace.operations import CustomFunction
 from fxbatch.trace.torch_patches import patched, patching
 
 MANY_NEW = 64  # new signatures in one program from which on building is put off
-ENOUGH_CALLS = (
-    200  # calls that cost about as much as building: 25 ms at 0.12 ms a call, forwards and backwards
-)
+ENOUGH_CALLS = 200  # that cost about as much as building: 25 ms at 0.12 ms a call, forwards and backwards
 NEW = -1  # calls of what was neither built nor put off so far
 SECONDS_A_CALL = 2e-3  # of building, for each call of ATen in the body
 REASON = "met too few times so far, or too lately, for its graphs to be built"
@@ -52,10 +50,14 @@ REASON = "met too few times so far, or too lately, for its graphs to be built"
 class Met:
     """What an engine knows of a signature."""
 
-    calls: int = (
-        NEW  # that ran call by call, while its graphs wait to be built; ENOUGH_CALLS where they don't
-    )
+    calls: int = NEW  # that ran call by call, while its graphs wait; ENOUGH_CALLS where they don't
     inputs: tuple[bool, ...] = ()  # which needed gradients, once some did
+    late: bool = True  # whether it ran call by call last
+    packed: int = 0  # calls that were packed, as they would have run call by call
+
+    def launches(self, calls: int, functions: int) -> int:
+        """Of so many calls that are not packed: one by one until enough were packed for graphs, each function's."""
+        return calls * functions if self.late and self.packed < ENOUGH_CALLS else 1
 
 
 class MetSignatures:
@@ -83,8 +85,8 @@ class MetSignatures:
         new = [met for met in mine.values() if met.calls == NEW]
         many = len(new) > MANY_NEW or self._waiting > 0  # a model that has had many will have more
         for met in new:
-            met.calls = 0 if many else ENOUGH_CALLS
-        self._waiting += len(new) if many else 0
+            met.calls = min(met.packed, ENOUGH_CALLS) if many else ENOUGH_CALLS
+        self._waiting += sum(met.calls < ENOUGH_CALLS for met in new)
         late = [s for s, met in mine.items() if met.calls < ENOUGH_CALLS] if self._waiting else []
         for s in late:
             mine[s].calls += counts[s]

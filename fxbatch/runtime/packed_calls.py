@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,7 +50,7 @@ LONG = 8  # rows of the longest stack that a family has: shorter ones are childr
 MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
 STACKS = 4  # of an instance on average
-SAVES = 40  # launches, each of one size, from which on a segment of a phase is worth planning
+SAVES = 40  # launches, from which on a segment of a phase is worth planning
 SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
@@ -120,8 +121,7 @@ class PackedCalls:
         function = family.function
         assert function is not None
         template = arguments.template()
-        sizes = _fitting_sizes(function, family.types(types, template))
-        if sizes is None:
+        if (sizes := _fitting_sizes(function, family.types(types, template))) is None:
             return None
         member = family.members[0]
         assert member.outcome is not None
@@ -142,19 +142,16 @@ class PackedCalls:
 
     def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
         """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
-        if not arguments.recorder.watches_operands or any_autocast():
-            return False
-        family = self._family(entries, arguments, None)
-        return len(family.members) >= MEMBERS and family.function is None and not family.reason
+        family, watched = self._family(entries, arguments, None), arguments.recorder.watches_operands
+        return watched and len(family.members) >= MEMBERS and family.function is None and not family.reason
 
     def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
         """Whether it has a function now, by which its first members are packed as well from now on."""
         with building():
             self._build(family, arguments.types())
-        if family.function is None:
-            return False
-        self._take_over(entries, family, arguments)
-        return True
+        if family.function is not None:
+            self._take_over(entries, family, arguments)
+        return family.function is not None
 
     def _take_over(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
         """From now on its first members run with it: those for whose sizes its function is, or all of stacks."""
@@ -192,8 +189,7 @@ class PackedCalls:
     def _met_stack(
         self, entries: dict[object, Any], arguments: CallArguments, pair: tuple[object, Entry]
     ) -> None:
-        key = _stack_key(arguments)
-        if key is None:
+        if (key := _stack_key(arguments)) is None:
             return
         family: CallFamily = entries.setdefault(key, CallFamily())
         if len(family.members) < MEMBERS or len(arguments.values) >= LONG:
@@ -219,12 +215,11 @@ class PackedCalls:
         key, entry = pair
         if not arguments.values:
             family.reason = "no value in it"
-        function = family.function
-        if family.reason or (function is not None and not self._may_be_wider(family, entry)):
+        if family.reason or (family.function is not None and not self._may_be_wider(family, entry)):
             return
         family.members.append(entry)
         family.keys.append(key)
-        if function is not None and len(family.members) >= family.of_function + MEMBERS:
+        if family.function is not None and len(family.members) >= family.of_function + MEMBERS:
             self._widen(entries, family, arguments)
 
     def _may_be_wider(self, family: CallFamily, entry: Entry) -> bool:
@@ -365,12 +360,13 @@ class PackedCalls:
         table, tensors, grad = run.table, run.tensors, run.grad
         assert table is not None
         tensors.make_room(program.values)
-        met = np.bincount(program.sig).nonzero()[0].tolist()
-        families = {s: self.family_of(program.signatures[s]) for s in met}
+        met = dict(enumerate(np.bincount(program.sig).tolist()))
+        families = {s: self.family_of(program.signatures[s]) for s, n in met.items() if n}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        waits = _waiting(self, program) if in_parts and len(packed) >= SAVES else None  # SAVES a segment
-        if waits is not None and not _first_of_segments(program, packed, waits).any():
+        launches = [_launches(run, program.signatures[s], family, met[s]) for s, family in packed.items()]
+        waits = _waiting(self, program) if in_parts and sum(launches) >= SAVES else None  # SAVES a segment
+        if waits is not None and not _first_of_segments(run, program, packed, waits).any():
             waits = None
         if not can_run and waits is None and not len(_readers(program, tensors)):
             if tensors.number is None:
@@ -397,9 +393,11 @@ class PackedCalls:
     ) -> None:
         """Run what these packed calls wait for, and these, in turns."""
         p = work.program
+        for s, n in zip(*np.unique(p.sig[waiting], return_counts=True), strict=True):
+            run.planner.met.of(p.signatures[s]).packed += n.item()
         while True:
             waits = waiting & work.left
-            first = _first_of_segments(p, packed, waits)
+            first = _first_of_segments(run, p, packed, waits)
             if not first.any():
                 return
             behind = calls_behind(p, p.inputs[first[p.reader]]) & work.left & ~waits
@@ -487,14 +485,23 @@ def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
     return bool(waiting.any())
 
 
-def _first_of_segments(program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray) -> np.ndarray:
+def _launches(run: Run, signature: Signature, family: CallFamily, calls: int) -> int:
+    """How many so many calls take without being packed."""
+    outcome = family.members[0].outcome
+    return run.planner.met.of(signature).launches(calls, 1 if outcome is None else max(1, outcome.calls))
+
+
+def _first_of_segments(
+    run: Run, program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray
+) -> np.ndarray:
     """bool [calls]: those of the packed calls that wait which have to wait for no other; none where that is not worth
     it, or random numbers are drawn, whose order it would change."""
     segment = _segment_of(program, waits)
     last = int(segment[waits].max(initial=0))
-    launches = set(zip(program.sig[waits].tolist(), segment[waits].tolist(), strict=True))
-    steps = {(packed[s], k) for s, k in launches}
-    pays = len(launches) - len(steps) >= SAVES * (last + 1) and last <= MOST
+    calls = Counter(zip(program.sig[waits].tolist(), segment[waits].tolist(), strict=True))
+    steps = {(packed[s], k) for s, k in calls}
+    launches = [_launches(run, program.signatures[s], packed[s], n) for (s, _), n in calls.items()]
+    pays = sum(launches) - len(steps) >= SAVES * (last + 1) and last <= MOST
     return waits & (segment == 0) & (pays and not program.columns.random[program.sig].any())
 
 
@@ -846,12 +853,11 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
         return program
     packed.settled = len(packed.families)
-    if not program.known and not _waiting(packed, program).any():
-        return program
-    program = eliminate_dead(program)
     if program.known:
-        return run.planner.take_rows_first(program)
-    program = run.planner.take_rows_first(met_alone(program))
+        return run.planner.take_rows_first(eliminate_dead(program))
+    if not _waiting(packed, program).any():
+        return program
+    program = run.planner.take_rows_first(met_alone(eliminate_dead(program)))
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(run, program))

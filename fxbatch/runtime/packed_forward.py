@@ -42,7 +42,7 @@ from fxbatch.runtime.argument_objects import (
 )
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.refusals import unheard_mode
-from fxbatch.runtime.results import nest, stack_real
+from fxbatch.runtime.results import gather
 from fxbatch.runtime.watchers import is_watched
 from fxbatch.signature import TensorSpec, bodies, structural_twin
 from fxbatch.stopwatch import building
@@ -374,9 +374,7 @@ class PackedForward:
                     )
                 for i, result in zip(chosen, results_of_some, strict=True):
                     results[i] = result
-        if out == "stack":
-            return stack_real(results)
-        return nest(results) if out == "nested" else results
+        return gather(results, out)
 
     def _packed(
         self,
@@ -457,15 +455,9 @@ class _Body:
             owner, _, attribute = name.rpartition(".")
             self.twin.get_submodule(owner)._buffers[attribute] = None
             del now[name]
-        bodies.running += 1
-        try:
-            with (
-                nullcontext() if self.trackers is None else batch_norm_as_nodes(),
-                reparametrized(self.twin, now),
-            ):
-                result = self.fn(self.twin, *args, **kwargs)
-        finally:
-            bodies.running -= 1
+        as_nodes = nullcontext() if self.trackers is None else batch_norm_as_nodes()
+        with bodies, as_nodes, reparametrized(self.twin, now):
+            result = self.fn(self.twin, *args, **kwargs)
         if any(now[name] is not before[name] for name in now):
             raise BodyError("changes one of its tensors")
         left, spec = tree_flatten(opened((args, kwargs), None))
@@ -678,8 +670,5 @@ def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch)
 
 
 def _alone(fn: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    bodies.running += 1
-    try:
+    with bodies:
         return fn(*args, **kwargs)
-    finally:
-        bodies.running -= 1

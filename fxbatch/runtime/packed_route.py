@@ -19,9 +19,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.runtime.packed_forward import PackedForward
 
 NOT_PACKED = object()
-SECONDS = (
-    0.5  # that a function for all sizes may take: the first one, with what torch imports for symbols, does
-)
+SECONDS = 0.5  # that a function for all sizes may take: the first one, with torch's imports for symbols, does
 
 
 class PackedRoute:

@@ -123,8 +123,8 @@ class Planner:
         late: it runs call by call this time, its graphs are built later. calls: how many there are. most:
         calls of ATen above which it is put off; None for LARGE where building is bounded, else for any number.
         """
+        met = self.met.of(signature)
         if grad:
-            met = self.met.of(signature)
             met.inputs = tuple(map(operator.or_, needs[0], met.inputs)) if met.inputs else needs[0]
             needs = (met.inputs, needs[1])
         unused = grad and self.options.backward == "autograd"  # `explain` runs what autograd would not
@@ -139,7 +139,8 @@ class Planner:
             late=late,
             most=LARGE if most is None and self.queue.is_bounded else most,
         )
-        if compiled.is_late:
+        met.late = compiled.is_late
+        if met.late:
             if not late:
 
                 def build(seconds: float) -> None:

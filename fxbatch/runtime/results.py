@@ -245,6 +245,11 @@ def _stack_recorded(column: Sequence[Any]) -> object:
     return torch.stack(list(column))
 
 
+def gather(results: Sequence[object], out: str) -> object:
+    """One-by-one results as a decorated call gives them."""
+    return stack_real(results) if out == "stack" else nest(results) if out == "nested" else results
+
+
 def nest(results: Sequence[object]) -> object:
     """One pytree whose tensor leaves are jagged nested tensors over the instances."""
     alike = Results(results).made_alike()

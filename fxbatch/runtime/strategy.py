@@ -8,11 +8,10 @@
 Batching is what the decorator is for: it is done from the first minibatch on. A few instances, the scouts, run
 undecorated, and are timed; so is the minibatch after them, which is batched whole. Such a pair is a round; each mode
 (gradients or none) and each class of sizes (a power of two of instances) has its own. Until batching has been found
-faster it is a trial: instances are begun as long as a part of what the loop takes for all of them, and the loop runs
-the others. Where the loop is faster it runs, once a whole minibatch by the loop says so too, as it does in all rounds
-where the two are close; the margin is the smaller the more rounds agree. Rounds come again, ever more rarely, at once
-where the two are close, and later where the loop is much faster, so that a round costs a small
-part of the time until it.
+faster it is a trial: instances are begun as long as those before have not taken much longer than the loop takes for
+them, and the loop runs the others. Where the loop is faster it runs, once a whole minibatch by the loop says so too, as
+it does in all rounds where the two are close; the margin is the smaller the more rounds agree. Rounds come again, ever
+more rarely, later where the loop is much faster: a round costs a small part of the time until it.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole mini
 WINDOW = 5  # timings of either way that are looked at
 COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
-TRIAL = 0.25  # of the loop's time, after which no further instance of a trial is begun; building apart
-MET = 0.75  # of the loop's time, after which none is, what is met for the first time counted
+TRIAL = 0.25  # of the loop's time, beyond its time for those begun, after which no instance of a trial is
+MET = 0.75  # of the loop's time, beyond that as well, after which none is, what is built counted
 FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
 TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
 HOPELESS = 2.0  # times the loop's, once all is built, above which none is
-PATIENCE = 3.0  # times the loop's time beyond its own: what all of that may have taken
-REPAID = 15  # minibatches, in which batching would win back what it has taken: so much it may have, too
+PATIENCE = 3.0  # times the loop's time beyond its own: what all of that may have taken; twice with hope
+REPAID = 15  # minibatches whose gain it may have taken as well, then
 WARN = 10  # minibatches by the loop after which a warning says so
 
 
@@ -62,10 +61,11 @@ class Choice(NamedTuple):
 
 @dataclass
 class Trial:
-    """A minibatch that is batched before that is known to pay: no instance is begun after a part of the loop's seconds.
-    begun: how many were, where the loop is to run the others; None for all."""
+    """A minibatch that is batched before that is known to pay: no instance is begun once those before it have taken a
+    part of the loop's seconds more than by the loop. begun: how many were, where it is to run the others."""
 
     loop: float
+    each: float  # seconds that the loop takes forward for an instance
     begun: int | None = None
     _began: float = 0.0
     _built: float = 0.0
@@ -75,7 +75,7 @@ class Trial:
         now, built = stopwatch.now(), stopwatch.seconds_of_building()
         if not instance:
             self._began, self._built = now, built
-        seconds, built = now - self._began, built - self._built
+        seconds, built = now - self._began - instance * self.each, built - self._built
         if instance < FEWEST or (seconds < MET * self.loop and seconds - built < TRIAL * self.loop):
             return True
         self.begun = instance
@@ -140,8 +140,8 @@ class _Case:
         loop, batch = self._medians()
         whole = loop * max(self.size, FEW)
         built = batch - timing.late / timing.instances  # as once all is
-        if spent <= max(PATIENCE * whole, REPAID * (loop - built) * max(self.size, FEW)):
-            batch = built
+        patience = PATIENCE if built >= loop else 2 * PATIENCE + REPAID * (1.0 - built / loop)
+        batch = built if spent <= patience * whole else batch
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
@@ -230,14 +230,13 @@ class Strategy:
             return instances * (forward + (back if grad and backward else 0.0))
 
     def trial(self, instances: int, *, grad: bool) -> Trial | None:
-        """How long instances of the next minibatch may be begun; None where batching was found faster, or nothing is
-        known of the loop's time."""
+        """How long instances of the next minibatch may be begun; None where batching is faster, or no time is known."""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
         if case is None or (case.rounds and not case.loops):
             return None
         seconds = self.loop_seconds(instances, grad=grad, backward=True)
-        return Trial(seconds) if seconds else None
+        return Trial(seconds, self.loop_seconds(instances, grad=grad) / instances) if seconds else None
 
     def backward_seconds(self, instances: int, *, grad: bool) -> float | None:
         """About how long batched backward passes take; None where none was timed yet."""

@@ -314,8 +314,7 @@ def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any
             examined = called.examined if type(called) in (CustomFunction, Functional) else None
             # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
             sized = None if examined or reason or func in (on_views, torch.detach) else table.sized
-            if sized is not None:
-                entry = sized.entry(recorder.knowledge.functions, arguments, of=func)
+            entry = None if sized is None else sized.entry(recorder.knowledge.functions, arguments, of=func)
             if entry is None:
                 entry = function_entry(target, arguments, examined, reason)
                 if sized is not None and type(entry) is Entry and not entry.written:

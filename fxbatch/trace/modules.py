@@ -350,11 +350,9 @@ def _new_entry(
         if entry is not None:
             return entry
         sized = recorder.table.sized
-        if sized is not None:
-            entry = sized.entry(entries, arguments)
-            if entry is not None:
-                entries[key] = entry
-                return entry
+        if sized is not None and (entry := sized.entry(entries, arguments)) is not None:
+            entries[key] = entry
+            return entry
         met = _signatures_met(recorder, record, examined) if rule is PLAIN_MODULE else {}
         if len(met) >= MANY_SHAPES:
             if sized is not None and sized.awaits(entries, arguments):

@@ -168,12 +168,11 @@ def _new_entry(
     sized = recorder.table.sized
     pair = _Pair(recorder, (v, lifted) if position == 1 else (lifted, v))
     with recorder.table.lock:
-        if sized is not None:
-            with tracing(None):
-                entry = sized.entry(recorder.knowledge.functions, pair, of=func)
-            if entry is not None:
-                recorder.knowledge.functions[key] = entry
-                return entry
+        with tracing(None):
+            entry = None if sized is None else sized.entry(recorder.knowledge.functions, pair, of=func)
+        if entry is not None:
+            recorder.knowledge.functions[key] = entry
+            return entry
         lifted_entry = _new_lifted(recorder, key, func, func, v, lifted, position)
         if sized is not None:
             sized.met(recorder.knowledge.functions, pair, (key, lifted_entry), of=func)

@@ -257,11 +257,9 @@ def test_what_takes_long_as_it_is_not_built_yet_is_timed_again_while_not_too_muc
             late,
             spent,
         )
-    for spent, timed in (
-        (REPAID * 32 - 1.0, 1 + RETIMED),
-        (REPAID * 32 + 1.0, 1),
-    ):  # half of the loop, once built
-        times = Times(1.0, ratio, late=ratio - 0.5)
+    most = (2 * PATIENCE + REPAID * 0.5) * 64
+    for spent, timed in ((most - 1.0, 1 + RETIMED), (most + 1.0, 1)):
+        times = Times(1.0, ratio, late=ratio - 0.5)  # half of the loop, once built
         times.spent = spent
         assert loops(Strategy(), 64, times, 30) == [False] * (1 + timed) + [True] * (29 - timed), spent
     strategy, times = Strategy(), Times(1.0, ratio, late=1.5)
@@ -620,7 +618,7 @@ def test_what_is_not_known_to_pay_is_a_trial_of_as_many_instances_as_the_loops_t
 
     order: list[bool] = []
     model, xs = Model(), list(torch.randn(64, 4))
-    f, few = decorated(model), math.ceil(TRIAL * 2 * 64 / 3.0)  # backward counts as much as forward
+    f, few = decorated(model), math.ceil(TRIAL * 2 * 64 / (3.0 - 1.0))  # backward counts as much as forward
     for scouts in (SCOUTS, 0):
         order.clear()
         y = f(xs)
@@ -632,18 +630,27 @@ def test_what_is_not_known_to_pay_is_a_trial_of_as_many_instances_as_the_loops_t
 
 def test_what_is_met_for_the_first_time_ends_a_trial_as_well(clock: Clock) -> None:
     """Recording an instance takes a hundredth of the loop's time, and a tenth more for what it is the first to call."""
-    trial, begun = Trial(1.0), 0
+    trial, begun = Trial(1.0, 0.0), 0
     while trial.may_begin(begun):
         begun += 1
         clock.time += 0.01
         with building():
             clock.time += 0.1
     assert trial.begun == begun == math.ceil(MET / 0.11)
-    trial, begun = Trial(1.0), 0
+    trial, begun = Trial(1.0, 0.0), 0
     while trial.may_begin(begun):
         begun += 1
         clock.time += 0.01
     assert begun in (math.ceil(TRIAL / 0.01), math.ceil(TRIAL / 0.01) + 1)
+
+
+def test_instances_that_are_begun_as_fast_as_the_loop_runs_them_do_not_end_a_trial(clock: Clock) -> None:
+    """The first one takes long, as all is new to it."""
+    trial = Trial(1.0, 1 / 64)
+    for begun in range(64):
+        assert trial.may_begin(begun)
+        clock.time += 0.01 if begun else 0.2
+    assert trial.begun is None
 
 
 @pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
