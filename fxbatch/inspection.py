@@ -153,7 +153,7 @@ def compile_minibatch(model: Any, *args: Any, **options: Any) -> Minibatch:
 def _compiled(model: Any, args: Sequence[Any], options: dict[str, Any], *, live: bool) -> Minibatch:
     """live: with what the model has learnt and built until now, and not anew."""
     recorded, running = Timing(1), Timing(1)
-    engine, recording, run, program, found = _record(model, args, options, recorded, live=live)
+    engine, recording, run, program, found = _record(model, args, options, recorded, running, live=live)
     values = found.values
     rewritten, schedule = program, engine.schedule(program)
     if len(program):
@@ -189,7 +189,7 @@ def minibatch_of(
 
 
 def _record(
-    model: Any, args: Sequence[Any], options: dict[str, Any], timing: Timing, *, live: bool
+    model: Any, args: Sequence[Any], options: dict[str, Any], recorded: Timing, running: Timing, *, live: bool
 ) -> tuple[Engine, Recording, Run, Program, Results]:
     autobatched, owner, chosen, instances = minibatch_of(model, args, options)
     if live:
@@ -198,12 +198,12 @@ def _record(
         engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
     run = Run(engine, grad=torch.is_grad_enabled())
     run.phases_timed = Timing(1)
-    recording = timing.forward_of(lambda: engine.record(autobatched.fn, instances, run))
+    recording = recorded.forward_of(lambda: engine.record(autobatched.fn, instances, run))
     found = Results(recording.results)
     if recording.held is not None:
         recording.held.abandon()
     program = recording.pending_program(found.values)
-    program = after_packed_calls(run, program) if live else program
+    program = running.forward_of(lambda: after_packed_calls(run, program)) if live else program
     return engine, recording, run, run.resolved(program) if program.known else program, found
 
 

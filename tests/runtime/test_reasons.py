@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import fxbatch
-from fxbatch import stopwatch
+from fxbatch import inspection, stopwatch
 from fxbatch.runtime.reasons import recording_share
 from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.trace.state import current_recorder
@@ -110,3 +111,31 @@ def test_the_warning_has_figures_and_reasons(_always_batched: None, monkeypatch:
     assert "1.2e+04 ms batched, 3e+03 ms one by one (3 instances, with gradients)" in text
     assert "phases because of `float(best)` (test_reasons.py:" in text
     assert "recording takes 100 % of a step" in text
+
+
+def test_packed_calls_are_no_part_of_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run before the rest of the program is planned."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.clock = nn.Linear(4, 4), Clock()
+
+        @fxbatch.autobatch
+        def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+            self.clock.seconds += 1.0
+            return self.layer(torch.stack(words)).sum(0)
+
+    model, batch = Encoder(), [[torch.randn(4)] * n for n in (9, 10, 11, 12)]
+    monkeypatch.setattr(stopwatch, "now", lambda: model.clock.seconds)
+    resolve = inspection.after_packed_calls
+
+    def slowly(run: Any, program: Any) -> Any:
+        model.clock.seconds += 96.0
+        return resolve(run, program)
+
+    for _ in range(3):
+        model(batch)
+    assert "recording takes 100 % of a step" in fxbatch.explain(model, batch).reasons
+    monkeypatch.setattr(inspection, "after_packed_calls", slowly)
+    assert [x for x in fxbatch.explain(model, batch).reasons if x.startswith("recording")] == []
