@@ -26,12 +26,7 @@ from fxbatch.codegen.body import (
 )
 from fxbatch.codegen.built import content_of, find, forget, keep, warn_of_folder
 from fxbatch.codegen.call_by_call import UnbatchedKernel
-from fxbatch.codegen.check import (
-    ZeroGradient,
-    check_autograd,
-    check_graphs,
-    refuse_backward_arguments,
-)
+from fxbatch.codegen.check import ZeroGradient, check_autograd, check_graphs, refuse_backward_arguments
 from fxbatch.codegen.operation_graphs import Large, NotBatchable, OperationGraphs, Ref, Unbatched
 from fxbatch.codegen.partition import partition
 from fxbatch.codegen.rewrites import rewrite

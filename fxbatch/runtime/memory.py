@@ -500,6 +500,14 @@ def stack_distinct(items: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     torch.index_select(table, 0, to_device(np.array(index, dtype=np.int64), out.device), out=out)
 
 
+@functools.cache
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed for what is taken next: twice as much as the largest mapped block that was freed so
+    far, of at most 32 MB (mallopt(3), M_MMAP_THRESHOLD). Pages that come fresh from the system take longer than what is
+    computed in them."""
+    bytes(31 << 20)
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """An array on a device: shared memory on the CPU, one pinned, non-blocking copy elsewhere."""
     return move(torch.from_numpy(array), device)

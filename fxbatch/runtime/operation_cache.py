@@ -24,11 +24,7 @@ from torch import fx
 from fxbatch.caches import Cache
 from fxbatch.codegen.build_operation import OperationGraphs, Ref, Unbatched, UnbatchedKernel, build_operation
 from fxbatch.codegen.check import inputs_without_gradient
-from fxbatch.codegen.inductor import (
-    CompiledGraph,
-    CompileOptions,
-    try_to_compile,
-)
+from fxbatch.codegen.inductor import CompiledGraph, CompileOptions, try_to_compile
 from fxbatch.codegen.kernel import Kernel, emit_kernel
 from fxbatch.codegen.native_programs import NativeStep, make_step, sources_of
 from fxbatch.codegen.operation_graphs import Large

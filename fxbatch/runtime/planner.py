@@ -29,6 +29,7 @@ from fxbatch.passes.plan import WholePlan, plan_whole
 from fxbatch.passes.schedule import make_policy
 from fxbatch.passes.signature_graph import survey
 from fxbatch.runtime.build_queue import BuildQueue
+from fxbatch.runtime.memory import keep_freed_memory
 from fxbatch.runtime.operation_cache import (
     SECONDS_A_CALL,
     CompiledOperation,
@@ -77,6 +78,7 @@ class Planner:
         self.options = options
         self.root = root
         self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
+        keep_freed_memory()
         self.pool = Pool()
         self.gradient_memory = GradientMemory()
         self.operations = OperationCache()

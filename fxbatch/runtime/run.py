@@ -22,11 +22,7 @@ from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.select import met_alone
-from fxbatch.passes.signature_graph import (
-    early_needs,
-    find_needs,
-    survey,
-)
+from fxbatch.passes.signature_graph import early_needs, find_needs, survey
 from fxbatch.runtime.blocks import BlockMemory, BlockPhase
 from fxbatch.runtime.forward import Phase, execute_forward
 from fxbatch.runtime.memory import Memory, to_device

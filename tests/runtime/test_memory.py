@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,3 +223,28 @@ def test_a_model_that_waits_begins_with_the_rows_that_the_last_run_came_to_have(
         taken.clear()
         made(vectors(4, 4, 4))
     assert len(taken) <= 2
+
+
+def test_freed_memory_is_kept_for_what_is_taken_next() -> None:
+    """Where glibc is: a block of 20 MB, which it would map by itself, comes from the heap once an engine is made."""
+    code = """
+import ctypes, torch, fxbatch
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+Info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in names]})
+asked = getattr(ctypes.CDLL(None), "mallinfo2", None)
+if asked is not None:
+    asked.restype = Info
+    def mapped(megabytes):
+        before = asked().hblkhd
+        block = torch.empty(megabytes << 20, dtype=torch.uint8)
+        return asked().hblkhd - before
+    first = mapped(1)
+    layer = torch.nn.Linear(2, 2)
+    fxbatch.autobatch(layer.forward)([torch.ones(2)])
+    print(first, mapped(20))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    if not ran.stdout:
+        pytest.skip("another C library")
+    first, then = map(int, ran.stdout.split())
+    assert first >= 1 << 20 and then == 0
