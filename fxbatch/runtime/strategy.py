@@ -139,8 +139,8 @@ class _Case:
         self.begun = timing.instances
         loop, batch = self._medians()
         whole = loop * max(self.size, FEW)
-        built = batch - timing.late / timing.instances  # as once all is
-        patience = PATIENCE if built >= loop else 2 * PATIENCE + REPAID * (1.0 - built / loop)
+        built = max(0.0, batch - timing.late / timing.instances)  # as once all is
+        patience = 2 * PATIENCE + REPAID * (1.0 - built / loop) if built < loop else PATIENCE
         batch = built if spent <= patience * whole else batch
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.

@@ -262,6 +262,7 @@ def test_what_takes_long_as_it_is_not_built_yet_is_timed_again_while_not_too_muc
         times = Times(1.0, ratio, late=ratio - 0.5)  # half of the loop, once built
         times.spent = spent
         assert loops(Strategy(), 64, times, 30) == [False] * (1 + timed) + [True] * (29 - timed), spent
+    assert not any(loops(Strategy(), 64, Times(0.0, ratio, late=ratio + 1.0), 3)), "no time of the loop"
     strategy, times = Strategy(), Times(1.0, ratio, late=1.5)
     assert loops(strategy, 64, times, 3) == [False] * 3
     times.batch, times.late = 0.1, 0.0  # all is built
