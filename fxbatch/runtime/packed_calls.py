@@ -364,8 +364,9 @@ class PackedCalls:
         families = {s: self.family_of(program.signatures[s]) for s, n in met.items() if n}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
-        launches = [_launches(run, program.signatures[s], family, met[s]) for s, family in packed.items()]
-        waits = _waiting(self, program) if in_parts and sum(launches) >= SAVES else None  # SAVES a segment
+        apart = packed if in_parts else {}  # of those that may wait for others of the phase
+        launches = [_launches(run, program.signatures[s], family, met[s]) for s, family in apart.items()]
+        waits = _waiting(self, program) if sum(launches) >= SAVES else None  # SAVES a segment
         if waits is not None and not _first_of_segments(run, program, packed, waits).any():
             waits = None
         if not can_run and waits is None and not len(_readers(program, tensors)):
