@@ -381,9 +381,7 @@ class Autobatched:
         result, batched = self._as_chosen(engine, strategy, choice, instances, loop)
         if choice.timing is not None:
             loop = strategy.loop_seconds(count, grad=grad, backward=True)
-        seconds, guessed = loop, 0.0
-        if batched:
-            seconds = stopwatch.now() - begun
+        seconds, guessed = stopwatch.now() - begun if batched else loop, 0.0
         if batched and grad:
             of_loop, share = loop - strategy.loop_seconds(count, grad=grad), batched / count
             timed = strategy.backward_seconds(count, grad=grad)

@@ -412,8 +412,7 @@ class PackedCalls:
 
     def family_of(self, signature: Signature) -> CallFamily | None:
         """Whose function runs calls of a signature."""
-        family: CallFamily | None = signature.sizes
-        family = self.first.get(signature) if family is None and self.first else family
+        family: CallFamily | None = self.first.get(signature) if signature.sizes is None else signature.sizes
         return None if family is None or family.reason else family
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:

@@ -118,6 +118,7 @@ class TracedThrough:
 # What a call that writes in place gives, where all that it does is to give its first argument another content: C knows
 # these by their order.
 WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME = range(5)
+LIGHT = 8  # signatures without graphs of their own that count as one with: constants, and calls of a family
 
 
 def operands_require(operands: Sequence[SharedOperand]) -> bool:
@@ -244,6 +245,7 @@ class SignatureTable:
         self.lock = threading.RLock()
         self.forward = forward  # the decorated callable, where there is one
         self.signatures: list[Signature] = []
+        self.light = 0  # of these, those without graphs of their own
         self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs
         self.gradients: list[tuple[bool, ...]] = []  # per signature and output: whether a gradient can pass
         self.types: list[TensorSpec] = []  # in the order of Program.types
@@ -276,7 +278,7 @@ class SignatureTable:
     @property
     def full(self) -> bool:
         """Whether new recordings are to use another table."""
-        return len(self.signatures) > self.limit
+        return len(self.signatures) - self.light + self.light // LIGHT > self.limit
 
     def __len__(self) -> int:
         return len(self.signatures)
@@ -316,6 +318,7 @@ class SignatureTable:
                 self.sizes.append(torch.Size(t.shape))
         types = tuple(self.type_ids[t] for t in signature.outputs)
         self.signatures.append(signature)
+        self.light += signature.sizes is not None or signature.operation.kind in CONSTANT_KINDS
         self.outputs.append(types)
         differentiable = tuple(t.differentiable for t in signature.outputs)
         passes = differentiable if outcome is None else outcome.gradients

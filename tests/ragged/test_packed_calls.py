@@ -19,6 +19,7 @@ from fxbatch.errors import InternalWarning
 from fxbatch.ragged import check
 from fxbatch.runtime import operation_cache, packed_calls
 from fxbatch.runtime.packed_calls import CallFamily
+from fxbatch.trace import table
 from fxbatch.trace.constants import RowColumn
 from tests.oracle import check_equal
 
@@ -112,6 +113,30 @@ class SizesAmongArguments(Parser):
         pairs = h.reshape(n, 2, 4).transpose(0, 1).reshape(2 * n, 4)
         both = pairs.view(2, n, 4).sum(0).repeat(1, 2) + h.view(n, -1)
         return self.out(torch.tanh(both) * h.sum(2).expand(n, 8))
+
+
+@pytest.mark.parametrize("light", [8, 1])
+def test_many_sizes_of_one_function_make_no_other_table(light: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions are built once though more sizes are met than a table has signatures; with as few of these as of
+    others, again and again."""
+
+    class Encoder(Parser):
+        @fxbatch.autobatch(out="list")
+        def forward(self, s: Sentence) -> torch.Tensor:
+            assert s.heads  # an argument with other content in each instance: the forward is recorded
+            return self.encoder(self.embed(s.words))
+
+    monkeypatch.setattr(table, "LIGHT", light)
+    model = Encoder().eval()
+    model([Sentence(n) for n in (*FIRST, 7)])
+    engine, built = engine_of(model), families(model)
+    engine.table.limit = len(engine.table) + 10
+    for start in range(8, 32, 4):
+        batch = [Sentence(n) for n in range(start, start + 4)]
+        with fxbatch.disabled():
+            expected = model(batch)
+        torch.testing.assert_close(model(batch), expected)
+    assert len(built) == 2 and (families(model) == built) == (light > 1)
 
 
 def test_numbers_that_are_sizes_make_no_families_of_their_own() -> None:
