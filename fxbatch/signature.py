@@ -282,7 +282,9 @@ class Signature:
         """The static arguments as text, for dumps."""
         if self.arguments is None:
             return ""
-        return ", ".join(repr(x) for x in self.arguments.leaves if type(x) is not Slot)
+        return ", ".join(
+            getattr(x, "__name__", repr(x)) for x in self.arguments.leaves if type(x) is not Slot
+        )
 
     def run(
         self, inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], *, reinstated: bool = False

@@ -140,6 +140,18 @@ def test_other_rows_share_their_steps(kind: type[Model]) -> None:
     assert launches[0] == launches[1]
 
 
+class Beside(Model):
+    def forward(self, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return torch.cat([torch.tanh(x), self.table[rows[0]]])
+
+
+def test_a_function_on_a_row_is_shown_by_its_name() -> None:
+    operations = fxbatch.explain(decorated(Beside), list(torch.randn(2, 4)), [[2], [2]]).operations
+    assert [o.signature for o in operations if o.operation == "cat"] == [
+        "cat(f32[4]; cat, 1, 4, 1, 8, False, False) -> (f32[8])"
+    ]
+
+
 def looked_up(model: Model) -> int:
     engine = model.forward.__fxbatch__.engine(model)  # type: ignore[attr-defined]
     return sum(s.operation.target is take_parameter_row for s in engine.table.signatures)
