@@ -114,13 +114,17 @@ def signature_columns(
 ) -> SignatureColumns:
     """The columns of these signatures, made once: the first of them keeps them, and they go with it. A cache of the
     process would hold the operations of models that nobody has any more, with their parameters. before: the columns of
-    the first of these signatures, where there are such."""
+    the first of these signatures, where there are such; else those that were used last, where they are."""
     if not signatures:
         return _signature_columns(signatures, None)
     cache: Cache[tuple[Signature, ...], SignatureColumns] | None = signatures[0].__dict__.get("_columns")
     if cache is None:
         cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
-    return cache.get(signatures) or cache.put(signatures, _signature_columns(signatures, before))
+    if (columns := cache.get(signatures)) is None:
+        for last in cache.values()[-1:] if before is None else ():
+            before = last if last.signatures == signatures[: len(last.signatures)] else None
+        columns = cache.put(signatures, _signature_columns(signatures, before))
+    return columns
 
 
 def _signature_columns(

@@ -360,12 +360,12 @@ class PackedCalls:
         table, tensors, grad = run.table, run.tensors, run.grad
         assert table is not None
         tensors.make_room(program.values)
-        met = dict(enumerate(np.bincount(program.sig).tolist()))
-        families = {s: self.family_of(program.signatures[s]) for s, n in met.items() if n}
+        met = np.bincount(program.sig)
+        families = {s: self.family_of(program.signatures[s]) for s in met.nonzero()[0].tolist()}
         packed = {s: family for s, family in families.items() if family is not None}
         can_run = packed and _some_can_run(program, list(packed))
         apart = packed if in_parts else {}  # of those that may wait for others of the phase
-        launches = [_launches(run, program.signatures[s], family, met[s]) for s, family in apart.items()]
+        launches = [_launches(run, program.signatures[s], family, met.item(s)) for s, family in apart.items()]
         waits = _waiting(self, program) if sum(launches) >= SAVES else None  # SAVES a segment
         if waits is not None and not _first_of_segments(run, program, packed, waits).any():
             waits = None

@@ -43,8 +43,10 @@ def test_what_is_kept_of_signatures_is_apart_for_functions_of_one_name() -> None
     assert len(unstack_sums._kinds(columns)) == 0 and unstack_rows_module._kinds(columns)
 
 
-def test_a_table_that_grows_asks_what_is_new_alone() -> None:
-    """A minibatch of new shapes cost as much as all signatures that were ever met."""
+@pytest.mark.parametrize("told", [True, False])
+def test_a_table_that_grows_asks_what_is_new_alone(told: bool) -> None:
+    """A minibatch of new shapes cost as much as all signatures that were ever met. told: of which columns it grows, as
+    programs do not that have more signatures than the table."""
     asked: list[fxbatch.ir.Signature] = []
 
     def counted(signature: fxbatch.ir.Signature) -> int:
@@ -52,9 +54,10 @@ def test_a_table_that_grows_asks_what_is_new_alone() -> None:
         return len(asked)
 
     every = (*STACKS.values(), ROW)
+    every[0].__dict__.pop("_columns", None)
     few = signature_columns(every[:2])
     assert few.each(counted) == (1, 2) == few.each(counted)
-    more = signature_columns(every, few)
+    more = signature_columns(every, few if told else None)
     assert more.each(counted) == tuple(range(1, len(every) + 1)) and asked == list(every)
     del every[0].__dict__["_columns"]
     whole = signature_columns(every)
