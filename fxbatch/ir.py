@@ -121,9 +121,9 @@ def signature_columns(
     if cache is None:
         cache = signatures[0].__dict__.setdefault("_columns", Cache("columns"))
     if (columns := cache.get(signatures)) is None:
-        for last in cache.values()[-1:] if before is None else ():
-            before = last if last.signatures == signatures[: len(last.signatures)] else None
-        columns = cache.put(signatures, _signature_columns(signatures, before))
+        last = before or next(reversed(cache.values()), None)
+        grows = last is not None and last.signatures == signatures[: len(last.signatures)]
+        columns = cache.put(signatures, _signature_columns(signatures, last if grows else None))
     return columns
 
 

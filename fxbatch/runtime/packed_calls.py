@@ -360,13 +360,11 @@ class PackedCalls:
         table, tensors, grad = run.table, run.tensors, run.grad
         assert table is not None
         tensors.make_room(program.values)
-        met = np.bincount(program.sig)
-        families = {s: self.family_of(program.signatures[s]) for s in met.nonzero()[0].tolist()}
-        packed = {s: family for s, family in families.items() if family is not None}
-        can_run = packed and _some_can_run(program, list(packed))
+        packed, met = self.families_in(program), np.bincount(program.sig)
+        can_run = packed and _some_can_run(program, packed)
         apart = packed if in_parts else {}  # of those that may wait for others of the phase
         launches = [_launches(run, program.signatures[s], family, met.item(s)) for s, family in apart.items()]
-        waits = _waiting(self, program) if sum(launches) >= SAVES else None  # SAVES a segment
+        waits = _waiting(program, packed) if sum(launches) >= SAVES else None  # SAVES a segment
         if waits is not None and not _first_of_segments(run, program, packed, waits).any():
             waits = None
         if not can_run and waits is None and not len(_readers(program, tensors)):
@@ -410,10 +408,11 @@ class PackedCalls:
             if (first & ~work.resolved).any():
                 return
 
-    def family_of(self, signature: Signature) -> CallFamily | None:
-        """Whose function runs calls of a signature."""
-        family: CallFamily | None = self.first.get(signature) if signature.sizes is None else signature.sizes
-        return None if family is None or family.reason else family
+    def families_in(self, program: Program) -> dict[int, CallFamily]:
+        """By their signatures, whose functions run calls of a program."""
+        called = {s: program.signatures[s] for s in np.bincount(program.sig).nonzero()[0].tolist()}
+        families = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
+        return {s: f for s, f in families.items() if f is not None and not f.reason}
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         """Run those calls whose inputs are at hand."""
@@ -475,7 +474,7 @@ def _calls_of(program: Program, signatures: Collection[int]) -> np.ndarray:
     return of.take(program.sig)
 
 
-def _some_can_run(program: Program, packed: Sequence[int]) -> bool:
+def _some_can_run(program: Program, packed: Collection[int]) -> bool:
     """Whether a call of these signatures reads constants alone, and values of earlier phases."""
     constant = program.columns.constant
     waiting = _calls_of(program, packed)
@@ -855,35 +854,33 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     packed.settled = len(packed.families)
     if program.known:
         return run.planner.take_rows_first(eliminate_dead(program))
-    if not _waiting(packed, program).any():
+    if not _waiting(program, packed.families_in(program)).any():
         return program
     program = run.planner.take_rows_first(met_alone(eliminate_dead(program)))
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(run, program))
         run.tensors = ValueTensors()  # values have other numbers now
-        waits = _waiting(packed, program)
+        families = packed.families_in(program)
+        waits = _waiting(program, families)
         left = int(waits.sum())
-        if not left or (left >= before if before else _too_often(packed, program, waits)):
+        if not left or (left >= before if before else _too_often(program, families, waits)):
             return _at_hand(program)
         before = left
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
 
 
-def _too_often(packed: PackedCalls, program: Program, waits: np.ndarray) -> bool:
+def _too_often(program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray) -> bool:
     """Whether packed calls would wait for one another too often, or rows of many small tensors are stacked, as of the
     neighbours of each node: there sums over stacks are additions."""
-    families = [packed.family_of(s) for s in program.signatures]
-    stacks = np.array([f is not None and f.stacks for f in families])
-    many = int(stacks[program.sig].sum()) > STACKS * program.instances
+    stacks = _calls_of(program, [s for s, family in packed.items() if family.stacks])
+    many = int(stacks.sum()) > STACKS * program.instances
     return many or int(_segment_of(program, waits).max()) > MOST
 
 
-def _waiting(packed: PackedCalls, program: Program) -> np.ndarray:
+def _waiting(program: Program, packed: Mapping[int, CallFamily]) -> np.ndarray:
     """bool [calls]: packed calls, but stacks that become additions."""
-    met = np.bincount(program.sig, minlength=len(program.signatures)).nonzero()[0].tolist()
-    mine = [s for s in met if packed.family_of(program.signatures[s]) is not None]
-    return _calls_of(program, mine) & ~summed_stacks(program)
+    return _calls_of(program, packed) & ~summed_stacks(program)
 
 
 def _segment_of(program: Program, packed: np.ndarray) -> np.ndarray:

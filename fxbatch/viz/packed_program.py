@@ -111,9 +111,8 @@ def packed_submodules(minibatch: Minibatch) -> list[PackedProgram]:
     packed, program = minibatch.engine.packed_calls, minibatch.program
     if packed is None:
         return []
-    waiting = [
-        packed.family_of(program.signatures[s]) for s in program.sig.tolist()
-    ]  # phases before have run
+    families = packed.families_in(program)
+    waiting = [families.get(s) for s in program.sig.tolist()]  # phases before have run
     return [
         packed_program(
             f.signature.name,
