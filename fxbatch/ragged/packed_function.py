@@ -9,6 +9,7 @@ In: a body of one instance, example tensors, and which dimensions are the instan
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
-from fxbatch.ragged.expressions import columns_function, depends
+from fxbatch.ragged.expressions import ColumnsFunction, columns_function
 from fxbatch.ragged.lengths import Lengths, interleaved
 from fxbatch.ragged.lower import Lowered, Packed, lower
 from fxbatch.ragged.packed_column import PackedColumn, together
@@ -377,13 +378,13 @@ class PackedFunction:
         sizes = columns_function([*lowered.lengths, *lowered.columns], graph.symbols)
         return PackedFunction(graph, lowered, space["packed"], sizes, dynamic)
 
-    def output_shapes(self, sizes: Sequence[np.ndarray]) -> list[tuple[int, ...]]:
+    def output_shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """The shape of each output, for one instance of these sizes."""
-        values = dict(zip(self.graph.symbols, (int(s[0]) for s in sizes), strict=True))
-        return [
-            tuple(int(d.subs(values)) if depends(d) else int(d) for d in o.shape)
-            for o in self.lowered.outputs
-        ]
+        return [tuple(map(int, shape(*sizes))) for shape in self._shapes]
+
+    @functools.cached_property
+    def _shapes(self) -> list[ColumnsFunction]:
+        return [columns_function(o.shape, self.graph.symbols) for o in self.lowered.outputs]
 
     def columns_of(self, columns: Sequence[Sequence[torch.Tensor] | PackedColumn]) -> list[np.ndarray]:
         """The sizes of each instance, one column a symbol."""

@@ -110,17 +110,16 @@ class PackedCalls:
             return self._stack_entry(entries, arguments)
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
-        family = self._family(entries, arguments, of)
+        template, types = arguments.template(), arguments.types()
+        family = self._family(entries, arguments, of, template, types)
         if family.reason or len(family.members) < MEMBERS:
             return None
-        types = arguments.types()
         if family.function is None and not (
             self.may_try(SECONDS * (1 + self._unproven())) and self._built(entries, family, arguments)
         ):
             return None
         function = family.function
         assert function is not None
-        template = arguments.template()
         if (sizes := _fitting_sizes(function, family.types(types, template))) is None:
             return None
         member = family.members[0]
@@ -142,7 +141,8 @@ class PackedCalls:
 
     def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
         """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
-        family, watched = self._family(entries, arguments, None), arguments.recorder.watches_operands
+        family = self._family(entries, arguments, None, arguments.template(), arguments.types())
+        watched = arguments.recorder.watches_operands
         return watched and len(family.members) >= MEMBERS and family.function is None and not family.reason
 
     def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
@@ -211,8 +211,8 @@ class PackedCalls:
         if of == torch.stack:
             self._met_stack(entries, arguments, pair)
             return
-        family = self._family(entries, arguments, of)
         key, entry = pair
+        family = self._family(entries, arguments, of, arguments.template(), arguments.types())
         if not arguments.values:
             family.reason = "no value in it"
         if family.reason or (family.function is not None and not self._may_be_wider(family, entry)):
@@ -239,8 +239,15 @@ class PackedCalls:
             for key in [k for k, e in entries.items() if type(e) is Entry and e.signature.sizes is family]:
                 del entries[key]
 
-    def _family(self, entries: dict[object, Any], arguments: CallArguments, of: object) -> CallFamily:
-        template, types = arguments.template(), arguments.types()
+    def _family(
+        self,
+        entries: dict[object, Any],
+        arguments: CallArguments,
+        of: object,
+        template: Template,
+        types: Sequence[TensorSpec],
+    ) -> CallFamily:
+        """The family of a call. template and types are those of its arguments."""
         places = self._own_numbers(entries, template, types, of)
         numbers = {i: n for i, n in _sizes_in(template, types, of).items() if (i, "") not in places}
         while True:
@@ -787,6 +794,8 @@ def _number_at(template: Template, place: Place) -> int:
 
 def _with_numbers(template: Template, numbers: Mapping[Place, object]) -> Template:
     """The template with other numbers at some places."""
+    if not numbers:
+        return template
     leaves = list(template.leaves)
     for (i, bound), n in numbers.items():
         x = leaves[i]
@@ -820,12 +829,13 @@ def _own(types: Sequence[TensorSpec], dynamic: Sequence[Sequence[int]]) -> list[
 
 
 @guard("sizes")
-def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> list[np.ndarray] | None:
+def _fitting_sizes(function: PackedFunction, types: Sequence[TensorSpec]) -> list[int] | None:
     """The sizes of one call; None where the function is not for them, or another dimension than its own differs."""
     if not _other_dimensions_fit(function, types):
         return None
-    sizes = [np.array([size], dtype=np.int64) for size in _own(types, function.dynamic)]
-    return sizes if function.graph.fitting(sizes).all() else None
+    sizes = _own(types, function.dynamic)
+    fits = function.graph.certain(sizes) or function.graph.fitting([np.array([n]) for n in sizes]).all()
+    return sizes if fits else None
 
 
 def _other_dimensions_fit(function: PackedFunction, types: Sequence[TensorSpec]) -> bool:

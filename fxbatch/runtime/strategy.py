@@ -11,7 +11,7 @@ undecorated, and are timed; so is the minibatch after them, which is batched who
 faster it is a trial: instances are begun as long as those before have not taken much longer than the loop takes for
 them, and the loop runs the others. Where the loop is faster it runs, once a whole minibatch by the loop says so too, as
 it does in all rounds where the two are close; the margin is the smaller the more rounds agree. Rounds come again, ever
-more rarely, later where the loop is much faster: a round costs a small part of the time until it.
+more rarely: one costs a small part of the time until it, which a trial may take too: few can take as long as all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fxbatch.stopwatch import Timing
 SCOUTS = 4  # instances of a minibatch that run in the loop to be timed, and at most half of it
 CLOSE = 0.5  # of the loop's time, above which the loop is timed over whole minibatches
 WINDOW = 5  # timings of either way that are looked at
-COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, at most, where the loop is faster
+COST_OF_A_ROUND = 1 / 16  # of the loop's time until it, where the loop is faster
 RETIMED = 3  # minibatches of a round that are timed again, as something was built for the one before
 TRIAL = 0.25  # of the loop's time, beyond its time for those begun, after which no instance of a trial is
 MET = 0.75  # of the loop's time, beyond that as well, after which none is, what is built counted
@@ -64,7 +64,7 @@ class Trial:
     """A minibatch that is batched before that is known to pay: no instance is begun once those before it have taken a
     part of the loop's seconds more than by the loop. begun: how many were, where it is to run the others."""
 
-    loop: float
+    loop: float  # seconds of it, or more where rounds have earned more
     each: float  # seconds that the loop takes forward for an instance
     begun: int | None = None
     _began: float = 0.0
@@ -89,7 +89,7 @@ class _Case:
         self.minibatches = 0
         self.looped = 0
         self.next_round = 1  # the minibatch that begins one
-        self.rounds = 0  # that are over
+        self.rounds, self.decided = 0, 0  # that are over; the minibatch before which the last was
         self.retimed = 0  # minibatches of this round
         self.cost = 0.0  # of its trials beyond the loop's, in loops over a whole minibatch
         self.size = 0  # instances of the minibatch before
@@ -177,7 +177,7 @@ class _Case:
         wait = max(1, over // 4 if is_close else over)
         if self.loops:
             wait = max(wait, math.ceil(self.cost / COST_OF_A_ROUND))
-        self.next_round = self.minibatches + wait - 1
+        self.decided, self.next_round = over, self.minibatches + wait - 1
 
     def _medians(self) -> tuple[float, float]:
         """Median seconds per instance by the loop, and batched; 0 if that was not timed. Backward passes count if both
@@ -236,7 +236,9 @@ class Strategy:
         if case is None or (case.rounds and not case.loops):
             return None
         seconds = self.loop_seconds(instances, grad=grad, backward=True)
-        return Trial(seconds, self.loop_seconds(instances, grad=grad) / instances) if seconds else None
+        earned = COST_OF_A_ROUND * (case.minibatches - case.decided) - case.cost
+        each = self.loop_seconds(instances, grad=grad) / instances
+        return Trial(seconds * max(1.0, earned / TRIAL), each) if seconds else None
 
     def backward_seconds(self, instances: int, *, grad: bool) -> float | None:
         """About how long batched backward passes take; None where none was timed yet."""

@@ -675,3 +675,24 @@ def test_a_batch_that_pays_is_whole_after_its_trials(clock: Clock, batches: list
     for _ in range(8):
         f(chains(16))
     assert batches[-3:] == [16] * 3
+
+
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_a_trial_of_a_later_round_may_take_what_has_been_earned_since_the_one_before(clock: Clock) -> None:
+    """A minibatch takes as long for two instances as for all: the two of a trial look as if all took far longer."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        recorded = current_recorder() is not None
+        clock.time += 1.0 if not recorded else 0.01 if any(met) else 25.0
+        met.append(recorded)
+        return torch.tanh(x)
+
+    met: list[bool] = []
+    f, batched = fxbatch.autobatch(forward), []
+    with torch.no_grad():
+        for _ in range(100):
+            met.clear()
+            f(list(torch.randn(64, 4)))
+            batched.append(sum(met))
+    assert batched[1] == 2, "a part of the loop's time"
+    assert batched[-3:] == [64] * 3, "and yet it is found faster"
