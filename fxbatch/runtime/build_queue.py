@@ -123,7 +123,9 @@ class BuildQueue:
         """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
         of it was batched. guessed: of the seconds, what its backward pass may take, where none was batched yet."""
         self.earned += (1.0 + SHARE) * loop - seconds
-        late, self._late = self._late, self._seconds_late()
+        late = self._late
+        with self._lock:
+            self._late = sum(x.operation.seconds for x in self._waiting.values() if x.comes_again)
         if batched:
             built = stopwatch.seconds_of_building() - self._built_before
             saved = min(loop, max(0.0, loop - seconds + guessed + built + self._late - late))
@@ -143,11 +145,6 @@ class BuildQueue:
             self.earned -= seconds
             self._builds = self._builds[0] + seconds, self._builds[1] + 1
         return count
-
-    def _seconds_late(self) -> float:
-        """The seconds that calls of what has come again have taken."""
-        with self._lock:
-            return sum(waiting.operation.seconds for waiting in self._waiting.values() if waiting.comes_again)
 
     def _dearest(self) -> _Waiting | None:
         """The next to be built, which waits no longer; None where nothing is worth it."""

@@ -370,7 +370,8 @@ class Memory(Pieces):
         super().release()
         self._host = {}
         if self._keys:
-            self.pool.note_usual((key, self.phases.rows_used(i)) for i, key in enumerate(self._keys))
+            for i, array in enumerate(self._keys):  # as many rows are taken at once in the next run
+                self.pool.usual.put(array, self.phases.rows_used(i))
             self._numbers, self._columns, self.filled = {}, {}, {}
 
 

@@ -49,11 +49,6 @@ class Met:
     calls: int = NEW  # that ran call by call, while its graphs wait; ENOUGH_CALLS where they don't
     inputs: tuple[bool, ...] = ()  # which needed gradients, once some did
     late: bool = True  # whether it ran call by call last
-    packed: int = 0  # calls that were packed, as they would have run call by call
-
-    def launches(self, calls: int, functions: int) -> int:
-        """Of so many calls that are not packed: one by one until enough were packed for graphs, each function's."""
-        return calls * functions if self.late and self.packed < ENOUGH_CALLS else 1
 
 
 class MetSignatures:
@@ -81,7 +76,7 @@ class MetSignatures:
         new = [met for met in mine.values() if met.calls == NEW]
         many = len(new) > MANY_NEW or self._waiting > 0  # a model that has had many will have more
         for met in new:
-            met.calls = min(met.packed, ENOUGH_CALLS) if many else ENOUGH_CALLS
+            met.calls = 0 if many else ENOUGH_CALLS
         self._waiting += sum(met.calls < ENOUGH_CALLS for met in new)
         late = [s for s, met in mine.items() if met.calls < ENOUGH_CALLS] if self._waiting else []
         for s in late:

@@ -111,13 +111,14 @@ class PackedCalls:
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
         template, types = arguments.template(), arguments.types()
-        family = self._family(entries, arguments, of, template, types)
+        family = self._family(entries, arguments, of)
         if family.reason or len(family.members) < MEMBERS:
             return None
-        if family.function is None and not (
-            self.may_try(SECONDS * (1 + self._unproven())) and self._built(entries, family, arguments)
-        ):
-            return None
+        if family.function is None:
+            # Where calls wait for one another too often, those of other functions are likely to.
+            unused = sum(f.function is not None and not f.steps for f in self.families[: self.settled])
+            if not (self.may_try(SECONDS * (1 + unused)) and self._built(entries, family, arguments)):
+                return None
         function = family.function
         assert function is not None
         if (sizes := _fitting_sizes(function, family.types(types, template))) is None:
@@ -134,15 +135,9 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
-    def _unproven(self) -> int:
-        """How many functions a whole minibatch has had no use for: where their calls wait for one another too often,
-        those of others are likely to."""
-        return sum(f.function is not None and not f.steps for f in self.families[: self.settled])
-
     def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
         """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
-        family = self._family(entries, arguments, None, arguments.template(), arguments.types())
-        watched = arguments.recorder.watches_operands
+        family, watched = self._family(entries, arguments, None), arguments.recorder.watches_operands
         return watched and len(family.members) >= MEMBERS and family.function is None and not family.reason
 
     def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
@@ -212,7 +207,7 @@ class PackedCalls:
             self._met_stack(entries, arguments, pair)
             return
         key, entry = pair
-        family = self._family(entries, arguments, of, arguments.template(), arguments.types())
+        family = self._family(entries, arguments, of)
         if not arguments.values:
             family.reason = "no value in it"
         if family.reason or (family.function is not None and not self._may_be_wider(family, entry)):
@@ -239,15 +234,8 @@ class PackedCalls:
             for key in [k for k, e in entries.items() if type(e) is Entry and e.signature.sizes is family]:
                 del entries[key]
 
-    def _family(
-        self,
-        entries: dict[object, Any],
-        arguments: CallArguments,
-        of: object,
-        template: Template,
-        types: Sequence[TensorSpec],
-    ) -> CallFamily:
-        """The family of a call. template and types are those of its arguments."""
+    def _family(self, entries: dict[object, Any], arguments: CallArguments, of: object) -> CallFamily:
+        template, types = arguments.template(), arguments.types()
         places = self._own_numbers(entries, template, types, of)
         numbers = {i: n for i, n in _sizes_in(template, types, of).items() if (i, "") not in places}
         while True:
@@ -322,9 +310,7 @@ class PackedCalls:
             }
             sized = zip(family.places, tensors[count:first_shared], strict=True)
             numbers.update((place, t.shape[0] - SHIFT) for place, t in sized)
-            call = signature
-            if numbers:
-                call = dataclasses.replace(signature, arguments=_with_numbers(signature.arguments, numbers))
+            call = dataclasses.replace(signature, arguments=_with_numbers(signature.arguments, numbers))
             return call.run(tensors[:count], tensors[first_shared:], reinstated=True)
 
         types = family.types(signature.inputs, signature.arguments)
@@ -399,8 +385,6 @@ class PackedCalls:
     ) -> None:
         """Run what these packed calls wait for, and these, in turns."""
         p = work.program
-        for s, n in zip(*np.unique(p.sig[waiting], return_counts=True), strict=True):
-            run.planner.met.of(p.signatures[s]).packed += n.item()
         while True:
             waits = waiting & work.left
             first = _first_of_segments(run, p, packed, waits)
@@ -492,9 +476,10 @@ def _some_can_run(program: Program, packed: Collection[int]) -> bool:
 
 
 def _launches(run: Run, signature: Signature, family: CallFamily, calls: int) -> int:
-    """How many so many calls take without being packed."""
+    """How many so many calls take without being packed: each function's one by one, where no graphs are built."""
     outcome = family.members[0].outcome
-    return run.planner.met.of(signature).launches(calls, 1 if outcome is None else max(1, outcome.calls))
+    functions = 1 if outcome is None else max(1, outcome.calls)
+    return calls * functions if run.planner.met.of(signature).late else 1
 
 
 def _first_of_segments(
@@ -559,13 +544,14 @@ class _Resolution:
 
     def tensors_of(self, values: np.ndarray, types: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """Values that are at hand, or in the run's memory."""
-        inside = values[self.tensors.marks[values] == 0]
-        of: dict[int, torch.Tensor] = {}
-        if len(inside):
-            assert self.run is not None
-            of = dict(zip(inside.tolist(), self.run.in_memory(self.number[inside]), strict=True))
-        pairs = zip(values.tolist(), types, strict=True)
-        return [of[v] if v in of else self.tensors.of(v, t) for v, t in pairs]
+        inside = self.tensors.marks[values] == 0
+        if not inside.any():
+            return self.tensors.every(values, types)
+        assert self.run is not None
+        rows = iter(self.run.in_memory(self.number[values[inside]]))
+        others = itertools.compress(types, (~inside).tolist())
+        apart = iter(self.tensors.every(values[~inside], list(others)))
+        return [next(rows if of_run else apart) for of_run in inside.tolist()]
 
     def stacks_of(self, calls: np.ndarray) -> Column:
         """What these calls give, which stack rows: a packed column, where all rows are in one."""
@@ -626,7 +612,7 @@ class _Resolution:
             column, begins, counts = rows
             i = at[1].item(0)
             return column, begins.item(i), counts.item(i)
-        whole = self.tensors.of(v, kind)
+        (whole,) = self.tensors.every(np.array([v]), [kind])
         with torch.set_grad_enabled(grad and whole.requires_grad):
             parts = (whole if grad else whole.detach()).unbind(0)
         return parts, 0, len(parts)
@@ -794,8 +780,6 @@ def _number_at(template: Template, place: Place) -> int:
 
 def _with_numbers(template: Template, numbers: Mapping[Place, object]) -> Template:
     """The template with other numbers at some places."""
-    if not numbers:
-        return template
     leaves = list(template.leaves)
     for (i, bound), n in numbers.items():
         x = leaves[i]

@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -82,11 +82,6 @@ class Pool:
         with torch.inference_mode(False):
             memory = torch.empty((capacity, LINE // 4), dtype=torch.float32, device=device)
         return Piece(capacity, device, memory, address(memory, capacity * LINE) or 0)
-
-    def note_usual(self, rows: Iterable[tuple[Hashable, int]]) -> None:
-        """How many rows arrays came to have in a run of several phases: as many are taken at once in the next."""
-        for array, n in rows:
-            self.usual.put(array, n)
 
     def give(self, piece: Piece) -> None:
         """Take a piece back; the caller must not use it any more. Never waits, and takes no lock, which an interrupt

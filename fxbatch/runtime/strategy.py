@@ -86,14 +86,13 @@ class _Case:
     """Minibatches of one mode and of about as many instances: how long they took by either way, and which way runs."""
 
     def __init__(self) -> None:
-        self.minibatches = 0
-        self.looped = 0
+        self.minibatches, self.looped = 0, 0
+        self.others = 0.0  # what batching had cost before, in others
         self.next_round = 1  # the minibatch that begins one
         self.rounds, self.decided = 0, 0  # that are over; the minibatch before which the last was
         self.retimed = 0  # minibatches of this round
         self.cost = 0.0  # of its trials beyond the loop's, in loops over a whole minibatch
-        self.size = 0  # instances of the minibatch before
-        self.begun = 0  # of the trial before it
+        self.size, self.begun = 0, 0  # instances of the minibatch before; of the trial before it
         self.ready = False  # whether nothing had to be built for it
         self.timed: Literal["", "scouts", "batch", "loop"] = ""  # what of the minibatch before was
         self.loop: deque[Timing] = deque(maxlen=WINDOW)
@@ -104,13 +103,14 @@ class _Case:
 
     def next(self, instances: int, spent: float) -> Choice:
         """How the next minibatch runs."""
+        self.others = self.others if self.minibatches else spent
         self.minibatches += 1
         before, self.timed = self.timed, ""
         if before == "batch" and (loop := self._medians()[0]):
             timing = self.batch[-1]
             extra = timing.forward + timing.backward - loop * timing.instances
             self.cost += max(0.0, extra) / (loop * self.size)
-        if before == "batch" and self.retimed < RETIMED and self._is_learning(spent):
+        if before == "batch" and self.retimed < RETIMED and self._is_learning(spent - self.others):
             self.batch.pop()
             self.retimed += 1
             return self._time_batch(instances)

@@ -127,15 +127,22 @@ class ValueTensors:
             return np.arange(recorded)
         return self.number
 
-    def of(self, v: int, kind: TensorSpec | None = None) -> torch.Tensor:
-        """A value that is no row of the run's memory; kind: its type, which is looked up where it is not given."""
+    def of(self, v: int) -> torch.Tensor:
+        """A value that is no row of the run's memory."""
         (x,) = self.items(np.array([v]))
         if isinstance(x, torch.Tensor):
             return x
-        if kind is None:
-            program = next(p for p, _ in reversed(self.earlier) if p.known <= v)
-            kind = program.signatures[program.sig[program.makers(np.array([v]))[0]]].outputs[0]
+        program = next(p for p, _ in reversed(self.earlier) if p.known <= v)
+        kind = program.signatures[program.sig[program.makers(np.array([v]))[0]]].outputs[0]
         return torch.tensor(x, dtype=kind.dtype, device=kind.device)
+
+    def every(self, values: np.ndarray, types: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """`of` of each, whose types are known."""
+        pairs = zip(self.items(values), types, strict=True)
+        return [
+            x if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=t.dtype, device=t.device)
+            for x, t in pairs
+        ]
 
 
 def is_of_packed(payload: Sequence[object]) -> TypeGuard[RowColumn]:

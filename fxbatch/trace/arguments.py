@@ -185,8 +185,8 @@ class Arguments:
     """The arguments of one call, and the tensors among them in pytree order."""
 
     __slots__ = (
-        "args", "copied", "first_shared", "kwargs", "leaves", "own", "recorder", "rows", "shared", "slots", "values",
-        "viewed", "views",
+        "_template", "args", "copied", "first_shared", "kwargs", "leaves", "own", "recorder", "rows", "shared", "slots",
+        "values", "viewed", "views",
     )  # fmt: skip
 
     def __init__(
@@ -210,6 +210,7 @@ class Arguments:
         self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
         self.shared: list[SharedOperand] = []
         self.slots: list[Slot] = []  # one a tensor leaf
+        self._template: Template | None = None  # their template, once it was asked for
 
     def key(self) -> tuple[object, object]:
         """The key of all arguments, asked for once; OpaqueArgumentError for a leaf that is no plain data."""
@@ -274,6 +275,8 @@ class Arguments:
 
     def template(self, *before: object) -> Template:
         """`(args, kwargs)` with slots in place of tensors. before: plain arguments in front of these."""
+        if self._template is not None and not before:
+            return self._template
         leaves, spec = tree_flatten(((*before, *self.args), self.kwargs))
         slots = iter(self.slots)
         filled = []
@@ -285,7 +288,9 @@ class Arguments:
             else:
                 filled.append(leaf)
         assert next(slots, None) is None, "arguments flatten in another order than their key"
-        return Template(tuple(filled), spec)
+        template = Template(tuple(filled), spec)
+        self._template = None if before else template
+        return template
 
     def outcome(self, target: Callable[..., object], template: Template) -> BodyRun:
         """One run of a function on fake tensors of these types: its results, and what it wrote to."""

@@ -31,18 +31,11 @@ def test_few_are_built_at_once_and_many_wait_for_their_turn() -> None:
     assert met.put_off(found[:2], [1, 0]) == frozenset()
 
 
-def test_what_runs_call_by_call_is_as_many_launches_until_enough_was_packed() -> None:
+def test_all_are_built_where_nothing_waits_any_more() -> None:
     found = signatures(MANY_NEW + 1)
     met = MetSignatures()
-    one = met.of(found[0])
-    assert one.launches(5, 3) == 15  # nothing was built for it yet
-    one.late = False
-    assert one.launches(5, 3) == 1
-    one.late, one.packed = True, ENOUGH_CALLS
-    assert one.launches(5, 3) == 1
-    assert met.put_off(found, [1] * len(found)) == frozenset(range(1, len(found)))  # its graphs are built now
-    assert met.put_off(found[1:], [ENOUGH_CALLS] * MANY_NEW) == frozenset(range(MANY_NEW))
-    assert met.put_off(signatures(1), [1]) == frozenset(), "nothing waits any more"
+    assert met.put_off(found, [ENOUGH_CALLS] * len(found)) == frozenset(range(len(found)))
+    assert met.put_off(signatures(1), [1]) == frozenset()
 
 
 def test_tables_are_bounded() -> None:

@@ -120,7 +120,7 @@ def test_rounds_are_timed_when_their_minibatch_comes(long_way: list[int]) -> Non
     before = len(long_way)
     for _ in range(300):
         f(list(torch.randn(8, 4)), [2.0] * 8)
-    assert 2 <= len(long_way) - before <= 6
+    assert 2 <= len(long_way) - before <= 9  # in two or three rounds, each with a trial or two
 
 
 @torch.no_grad()

@@ -103,12 +103,14 @@ class Times:
     ) -> None:
         self.loop, self.batch, self.back, self.late = loop, batch, back, late
         self.building: Iterator[float] = iter(())
-        self.spent = 0.0
+        self.spent = 0.0  # from the second minibatch on
+        self.begun = False
 
 
 def run(strategy: Strategy, n: int, times: Times, *, grad: bool = False) -> Choice:
     """One minibatch of n instances that takes as long."""
-    choice = strategy.choose(n, grad=grad, spent=times.spent)
+    choice = strategy.choose(n, grad=grad, spent=times.spent if times.begun else 0.0)
+    times.begun = True
     timing = choice.timing
     if timing is not None:
         by_loop = choice.scouts > 0
@@ -267,6 +269,14 @@ def test_what_takes_long_as_it_is_not_built_yet_is_timed_again_while_not_too_muc
     assert loops(strategy, 64, times, 3) == [False] * 3
     times.batch, times.late = 0.1, 0.0  # all is built
     assert not any(loops(strategy, 64, times, 30))
+
+
+def test_what_was_spent_on_other_minibatches_is_not_counted() -> None:
+    """A model is trained, and all that was new has cost seconds; then it is evaluated, where the loop takes less."""
+    strategy, training, evaluation = Strategy(), Times(1.0, 0.5), Times(0.1, 0.3, late=0.15)
+    assert not any(loops(strategy, 64, training, 8, grad=True))
+    evaluation.spent, evaluation.begun = 60.0, True
+    assert loops(strategy, 64, evaluation, 3 + RETIMED) == [False] * (2 + RETIMED) + [True]
 
 
 def test_a_few_instances_that_take_far_longer_than_the_loop_for_all_are_tried_twice() -> None:
