@@ -68,7 +68,10 @@ def packed_differences(
         ends, leaves = [t for t in values if t.requires_grad], [tensors[i] for i in needed]
         if not (ends and leaves):
             return [*values, *map(torch.zeros_like, leaves)]
-        weights = [_weight(t) for t in ends]
+        numbers = [
+            (torch.arange(t.numel(), device=t.device) % 8 + 4) / 8 for t in ends
+        ]  # exact in every type
+        weights = [n.view(t.shape).to(t.dtype) for n, t in zip(numbers, ends, strict=True)]
         return [
             *values,
             *torch.autograd.grad(ends, leaves, weights, allow_unused=True, materialize_grads=True),
@@ -81,11 +84,6 @@ def packed_differences(
     ours, theirs = with_gradients(packed, flat), with_gradients(loop, flat)
     messages = differences(ours, theirs, draws(loop_of, flat), kinds=kinds)
     return [f"{kinds[i]}: {judged.message}" for i, judged in messages.items()]
-
-
-def _weight(t: torch.Tensor) -> torch.Tensor:
-    """Numbers that every type has exactly."""
-    return ((torch.arange(t.numel(), device=t.device) % 8 + 4) / 8).view(t.shape).to(t.dtype)
 
 
 def _leaf(t: torch.Tensor) -> torch.Tensor:

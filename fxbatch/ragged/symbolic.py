@@ -270,7 +270,10 @@ def _trace(
     try:
         with functions_refused(NoPackedForm), stand_ins((body, *code), names):
             arguments = _watched(body, flags_known), tensors, dynamic
-            traced = _taped(*arguments) if by_tape else trace_with_sizes(*arguments, _decompositions(whole))
+            composites = (
+                {} if by_tape else {f: f.decompose for f, n in _composites().items() if n not in whole}
+            )
+            traced = _taped(*arguments) if by_tape else trace_with_sizes(*arguments, composites)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = traced
@@ -518,11 +521,6 @@ def _composites() -> dict[torch._ops.OpOverload, str]:
 def is_composite(function: object) -> bool:
     """Whether a function of torch's has the name of a composite operator, which rules may handle whole."""
     return f"aten::{getattr(function, '__name__', '')}" in _composites().values()
-
-
-def _decompositions(whole: frozenset[str]) -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """All composite operators but those that stay whole."""
-    return {operator: operator.decompose for operator, name in _composites().items() if name not in whole}
 
 
 def _original(size: int | torch.SymInt) -> sympy.Expr:

@@ -94,11 +94,6 @@ def _has_hooks(t: torch.Tensor) -> bool:
     return t._backward_hooks is not None or t._post_accumulate_grad_hooks is not None
 
 
-def _is_heard(t: torch.Tensor) -> bool:
-    """Whether somebody may notice that a gradient of this tensor was asked for."""
-    return not t.is_leaf or _has_hooks(t)
-
-
 def _reached(run: Run, results: np.ndarray, inputs: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Those of the inputs that lead to results: hooks of the others, as of a score that was asked for alone, would be
     called with None."""
@@ -120,7 +115,7 @@ def take_results(run: Run, requests: Sequence[np.ndarray]) -> list[torch.Tensor]
     if run.blocks is not None:
         return [run.rows(values) for values in requests]
     inputs = differentiable_inputs(run)
-    if any(map(_is_heard, inputs.values())):
+    if any(not t.is_leaf or _has_hooks(t) for t in inputs.values()):  # somebody may notice what was asked for
         hooked = {key for key, t in inputs.items() if _has_hooks(t)}
         reached = [_reached(run, values, inputs) for values in requests] if hooked else []
         if any(hooked & reached_values.keys() != hooked & reached[0].keys() for reached_values in reached):

@@ -288,7 +288,8 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
     ]
     if not gradients_given:
         return {}
-    if not memory_is_real() or inside_functorch() or any(map(_is_wrapped, gradients_given)):
+    strided = [x.grad for x in gradients_given if x.grad.layout is torch.strided]
+    if not memory_is_real() or inside_functorch() or any(storage_of(grad) is None for grad in strided):
         raise GradientError(
             'backward="compiled" computes on real tensors, not under FakeTensorMode, vmap (is_grads_batched=True) or '
             'make_fx: use @fxbatch.autobatch(backward="autograd")'
@@ -301,11 +302,6 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
         backward.walk()
         backward.release()
     return backward.gradients
-
-
-def _is_wrapped(request: Given) -> bool:
-    """Whether a gradient stands for several: `is_grads_batched=True`."""
-    return request.grad.layout is torch.strided and storage_of(request.grad) is None
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.ragged.packed_function import PackedFunction
 
 MEMBERS = 3  # calls of different shapes that are met before a family is built
+MANY = 16  # from which on one of a function is built, whether its calls can run before others or not
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
@@ -93,7 +94,6 @@ class PackedCalls:
         self.may_try = may_try  # asked before a function is built
         self.families: list[CallFamily] = []
         self.settled = 0  # families that were there when the minibatch before was resolved
-        self.steps = 0
         self.first: dict[Signature, CallFamily] = {}  # of calls that were recorded before it was built
 
     # -- while recording ------------------------------------------------------------------------------
@@ -115,6 +115,10 @@ class PackedCalls:
         if family.reason or len(family.members) < MEMBERS:
             return None
         if family.function is None:
+            if of is not None and len(family.members) < MANY and all(t.shape for t in types):
+                return (
+                    None  # it is built where its calls can run; a number that others share is no value then
+                )
             # Where calls wait for one another too often, those of other functions are likely to.
             unused = sum(f.function is not None and not f.steps for f in self.families[: self.settled])
             if not (self.may_try(SECONDS * (1 + unused)) and self._built(entries, family, arguments)):
@@ -149,14 +153,19 @@ class PackedCalls:
         return family.function is not None
 
     def _take_over(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
-        """From now on its first members run with it: those for whose sizes its function is, or all of stacks."""
+        """From now on its first members run with it."""
         for key in family.keys:
             entries.pop(key, None)
+        self._fit(family)
+        arguments.recorder.lasts = False
+
+    def _fit(self, family: CallFamily) -> None:
+        """Those members run with its function for whose sizes it is, or all of stacks."""
         for signature in [member.signature for member in family.members]:
             types = family.types(signature.inputs, signature.arguments)
-            if family.function is None or _fitting_sizes(family.function, types) is not None:
-                self.first[signature] = family
-        arguments.recorder.lasts = False
+            self.first[signature] = family
+            if family.function is not None and _fitting_sizes(family.function, types) is None:
+                del self.first[signature]
 
     def _stack_entry(self, entries: dict[object, Any], arguments: CallArguments) -> Entry | None:
         """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
@@ -216,6 +225,12 @@ class PackedCalls:
         family.keys.append(key)
         if family.function is not None and len(family.members) >= family.of_function + MEMBERS:
             self._widen(entries, family, arguments)
+        elif family.function is None and of is not None and self.families and len(family.members) >= MEMBERS:
+            if family.signature is None:
+                family.signature = entry.signature
+                self.families.append(family)
+                self._fit(family)
+            self.first[entry.signature] = family
 
     def _may_be_wider(self, family: CallFamily, entry: Entry) -> bool:
         """Whether a call is one of those in which another dimension differs than its function takes to be an instance's
@@ -328,8 +343,9 @@ class PackedCalls:
                 raise NoPackedForm("a size depends on values")
             family.function = function
             family.of_function = len(family.members)
+            if family.signature is None:
+                self.families.append(family)
             family.signature = signature
-            self.families.append(family)
         except NoPackedForm as error:
             family.reason = str(error)
         except Exception as error:  # noqa: BLE001 - such calls run as any other
@@ -403,7 +419,10 @@ class PackedCalls:
         """By their signatures, whose functions run calls of a program."""
         called = {s: program.signatures[s] for s in np.bincount(program.sig).nonzero()[0].tolist()}
         families = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
-        return {s: f for s, f in families.items() if f is not None and not f.reason}
+        may_try = self.may_try(SECONDS)
+        return {
+            s: f for s, f in families.items() if f and not f.reason and (f.function or f.stacks or may_try)
+        }
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         """Run those calls whose inputs are at hand."""
@@ -424,10 +443,18 @@ class PackedCalls:
 
     def _step(self, work: _Resolution, family: CallFamily, calls: np.ndarray, *, grad: bool) -> None:
         """All calls of one family at once."""
-        function, program = family.function, work.program
+        program = work.program
+        if family.function is None and not family.stacks:
+            with building():
+                self._build(family, family.members[-1].signature.inputs)
+            self._fit(family)
+            fits = [program.signatures[s] in self.first for s in program.sig[calls].tolist()]
+            if family.function is None or not any(fits):
+                return
+            calls = calls[fits]
+        function = family.function
         family.calls += len(calls)
         family.steps += 1
-        self.steps += 1
         if function is None:
             with torch.set_grad_enabled(grad and program.signatures[program.sig[calls[0]]].modes.grad):
                 work.give(calls, [work.stacks_of(calls)])
@@ -549,8 +576,7 @@ class _Resolution:
             return self.tensors.every(values, types)
         assert self.run is not None
         rows = iter(self.run.in_memory(self.number[values[inside]]))
-        others = itertools.compress(types, (~inside).tolist())
-        apart = iter(self.tensors.every(values[~inside], list(others)))
+        apart = iter(self.tensors.every(values[~inside], itertools.compress(types, (~inside).tolist())))
         return [next(rows if of_run else apart) for of_run in inside.tolist()]
 
     def stacks_of(self, calls: np.ndarray) -> Column:

@@ -335,7 +335,7 @@ class PackedForward:
 
     def _run(
         self,
-        fn: object,
+        fn: Callable[..., object],
         family: PackedFamily,
         work: list[tuple[Variant | None, np.ndarray | None]],
         instances: Sequence[Instance],
@@ -365,7 +365,10 @@ class PackedForward:
                 chosen = places.tolist()
                 if variant_or_none is None:
                     family.alone += len(chosen)
-                    results_of_some = [_alone(fn, *instances[i]) for i in chosen]
+                    with bodies:
+                        results_of_some = [
+                            fn(*args, **kwargs) for args, kwargs in map(instances.__getitem__, chosen)
+                        ]
                 else:
                     some = [[column[i] for i in chosen] for column in columns.tensors]
                     theirs = [s[places] for s in sizes]
@@ -667,8 +670,3 @@ def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch)
         for output, tensor in zip(function.lowered.outputs, outputs, strict=True)
     ]
     return [tree_unflatten(list(row), variant.spec) for row in zip(*columns, strict=True)]
-
-
-def _alone(fn: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    with bodies:
-        return fn(*args, **kwargs)

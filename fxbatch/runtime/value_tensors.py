@@ -8,7 +8,7 @@ tensors.of(7)                            # a tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 import numpy as np
@@ -136,7 +136,7 @@ class ValueTensors:
         kind = program.signatures[program.sig[program.makers(np.array([v]))[0]]].outputs[0]
         return torch.tensor(x, dtype=kind.dtype, device=kind.device)
 
-    def every(self, values: np.ndarray, types: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    def every(self, values: np.ndarray, types: Iterable[TensorSpec]) -> list[torch.Tensor]:
         """`of` of each, whose types are known."""
         pairs = zip(self.items(values), types, strict=True)
         return [

@@ -23,7 +23,7 @@ from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import tracing
-from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies
+from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies, varies_now
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh, row_later, row_written
 
@@ -131,7 +131,8 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
             result = recorder.emit(fixed, (refresh(v),))
             recorder.remember(func, args, {}, fixed)
             return result
-        recorder.forget_fixed(entry)
+        if varies_now(recorder.table, entry):
+            recorder.knowledge.call_table.clear()  # calls with the number that it had in them are lifted again
     lifted = recorder.number(number, dtype, t.device)
     if entry is None:
         entry = _new_entry(recorder, key, func, v, lifted, position)

@@ -34,7 +34,7 @@ from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.phases import Phases
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
 from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state
-from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, operands_require, varies_now
+from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, operands_require
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import (
     CONSTANT,
@@ -292,11 +292,6 @@ class RecordedCalls(Columns):
         knowledge, number = self.knowledge, id(module)
         is_met = number in knowledge.examined or number in knowledge.modules.seen
         return number in self.fresh and not is_met
-
-    def may_set(self, module: torch.nn.Module, name: str) -> bool:
-        """Whether an attribute was set before, in this minibatch, and it matters to nobody but the instance that it is
-        set again: `self.state = ...` at each step."""
-        return (id(module), name) in self.free_to_set and not self.changes.waited
 
     def has_set(self, module: torch.nn.Module, name: str) -> None:
         """An attribute has been set: the change is noted."""
@@ -613,11 +608,6 @@ class RecordedCalls(Columns):
         return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
 
     # Types
-
-    def forget_fixed(self, entry: Entry) -> None:
-        """A lifted call has a number that `uniform_entry` knows not: calls with that one in them are lifted again."""
-        if varies_now(self.table, entry):
-            self.knowledge.call_table.clear()
 
     def type_of(self, v: Value) -> TensorSpec:
         """The tensor type of a value."""

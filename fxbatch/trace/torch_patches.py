@@ -447,7 +447,8 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     plain_value = type(value) in (Value, torch.Tensor) or not isinstance(
         value, (torch.Tensor, torch.nn.Module)
     )
-    if plain_value and recorder.may_set(self, name):
+    again = (id(self), name) in recorder.free_to_set and not recorder.changes.waited
+    if plain_value and again:  # `self.state = ...` at each step, which matters to nobody but the instance
         self.__dict__[name] = value
         return
     if recorder.is_new(self) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
