@@ -115,10 +115,9 @@ class PackedCalls:
         if family.reason or len(family.members) < MEMBERS:
             return None
         if family.function is None:
+            # Built where its calls can run, but for numbers: those that all share are no values there.
             if of is not None and len(family.members) < MANY and all(t.shape for t in types):
-                return (
-                    None  # it is built where its calls can run; a number that others share is no value then
-                )
+                return None
             # Where calls wait for one another too often, those of other functions are likely to.
             unused = sum(f.function is not None and not f.steps for f in self.families[: self.settled])
             if not (self.may_try(SECONDS * (1 + unused)) and self._built(entries, family, arguments)):
@@ -311,7 +310,8 @@ class PackedCalls:
         entry = max(family.members, key=lambda m: min(_own(m.signature.inputs, of_values), default=0))
         signature = entry.signature
         if min(_own(signature.inputs, of_values), default=0) < 2:
-            family.members.pop()  # sizes 0 and 1 make no example: wait for another
+            # Sizes 0 and 1 make no example: wait for another.
+            self.first.pop(family.members.pop().signature, None)
             family.keys.pop()
             return
         count = len(signature.inputs)
@@ -444,29 +444,29 @@ class PackedCalls:
     def _step(self, work: _Resolution, family: CallFamily, calls: np.ndarray, *, grad: bool) -> None:
         """All calls of one family at once."""
         program = work.program
-        if family.function is None and not family.stacks:
+        if family.function is None and not family.stacks and not family.reason:
             with building():
                 self._build(family, family.members[-1].signature.inputs)
             self._fit(family)
-            fits = [program.signatures[s] in self.first for s in program.sig[calls].tolist()]
-            if family.function is None or not any(fits):
-                return
-            calls = calls[fits]
-        function = family.function
+            calls = calls[[program.signatures[s] in self.first for s in program.sig[calls].tolist()]]
+        if family.reason or not (family.function or family.stacks) or not len(calls):
+            return
+        function, signature = family.function, program.signatures[program.sig[calls[0]]]
+        with torch.set_grad_enabled(grad and signature.modes.grad):
+            if function is None:
+                parts: Sequence[Column] = [work.stacks_of(calls)]
+            else:
+                columns = [*work.columns_of(calls), *_numbers_as_sizes(family, program, calls)]
+                shared = [s.resolve() for s in signature.shared]
+                if not family.checked and not self._agrees(family, list(map(list, columns)), shared):
+                    return
+                sizes, device = function.columns_of(columns), signature.inputs[0].device
+                outputs, z = function(columns, shared, sizes, device)
+                parts = [
+                    function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)
+                ]
         family.calls += len(calls)
         family.steps += 1
-        if function is None:
-            with torch.set_grad_enabled(grad and program.signatures[program.sig[calls[0]]].modes.grad):
-                work.give(calls, [work.stacks_of(calls)])
-            return
-        signature = program.signatures[program.sig[calls[0]]]
-        columns = [*work.columns_of(calls), *_numbers_as_sizes(family, program, calls)]
-        shared = [s.resolve() for s in signature.shared]
-        with torch.set_grad_enabled(grad and signature.modes.grad):
-            if not family.checked and not self._agrees(family, list(map(list, columns)), shared):
-                return
-            outputs, z = function(columns, shared, function.columns_of(columns), signature.inputs[0].device)
-            parts = [function.column(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
         work.give(calls, parts)
 
     def _agrees(

@@ -679,6 +679,62 @@ def test_packed_calls_run_between_others_of_a_phase() -> None:
     check_equal(model, batch)  # with gradients, where they run as any other
 
 
+class Framed(nn.Module):
+    """What the encoder gives with some rows of the instance's own on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, left: torch.Tensor, words: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.cat([left, self.encoder(words), right]).square().mean(0)
+
+
+def test_sizes_that_make_no_example_run_by_themselves() -> None:
+    """In each call one side has no rows: a function is built of calls in which it is the same one."""
+    model = Framed()
+    again = [(0, 3), (0, 5), (2, 0), (0, 7), (4, 0)]
+    for more in ([], [], [], [], [(0, 6), (0, 8), (0, 9)], [], [(5, 0), (0, 2), (0, 4)], []):
+        sides = again + more
+        words = [torch.randn(sum(pair), 8) for pair in sides]
+        left, right = [[torch.randn(pair[side], 8) for pair in sides] for side in (0, 1)]
+        check_equal(model, left, words, right)
+    (cat,) = [f for f in engine_of(model).packed_calls.families if f.signature.name == "cat"]
+    assert cat.calls and not cat.reason
+
+
+class Twice(Parser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(8, 8)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, s: Sentence) -> torch.Tensor:
+        assert s.heads
+        h = self.encoder(self.embed(s.words))
+        return (torch.sin(h) + torch.sin(self.second(h))).mean(0)
+
+
+def test_what_a_check_refuses_does_not_run_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of one function run as soon as their inputs are at hand: the second ones after the check of the first."""
+    from fxbatch.ragged import check
+
+    plain = check.check_against_body
+
+    def refused(function: Any, columns: Any, shared: Any) -> None:
+        if not shared:
+            raise ArithmeticError("no")
+        plain(function, columns, shared)
+
+    monkeypatch.setattr(check, "check_against_body", refused)
+    model = Twice()
+    for k in range(3):
+        check_equal(model, [Sentence(n + k) for n in (3, 5, 2, 7)])
+    (sin,) = [f for f in engine_of(model).packed_calls.families if f.signature.name == "sin"]
+    assert "no" in sin.reason and not sin.calls
+
+
 def test_calls_of_few_sizes_are_packed_between_others_however_many_there_were() -> None:
     """One by one they would be as many launches as there are sentences, not as there are lengths."""
     torch.manual_seed(3)
