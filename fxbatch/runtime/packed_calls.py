@@ -209,13 +209,13 @@ class PackedCalls:
         of: object = None,
     ) -> None:
         """A call that was recorded as any other: what its family is made of."""
-        if not arguments.recorder.watches_operands:
+        if not arguments.recorder.watches_operands or any_autocast():
             return
         if of == torch.stack:
             self._met_stack(entries, arguments, pair)
             return
-        key, entry = pair
         family = self._family(entries, arguments, of)
+        key, entry = pair
         if not arguments.values:
             family.reason = "no value in it"
         if family.reason or (family.function is not None and not self._may_be_wider(family, entry)):
@@ -334,7 +334,8 @@ class PackedCalls:
         operands = [s.detach().requires_grad_(s.requires_grad) for s in shared]
         try:
             # Around the trace, which has `len` and others of its own where the body's code looks for them.
-            with torch.inference_mode(False), signature.as_recorded():
+            grad = signature.modes.grad
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), signature.as_recorded():
                 function = PackedFunction.of(
                     body, example, dynamic, operands, flags_known=False, code=[signature.operation.target],
                     by_tape=signature.operation.kind == "function" and not is_composite(signature.operation.target),
@@ -418,11 +419,9 @@ class PackedCalls:
     def families_in(self, program: Program) -> dict[int, CallFamily]:
         """By their signatures, whose functions run calls of a program."""
         called = {s: program.signatures[s] for s in np.bincount(program.sig).nonzero()[0].tolist()}
-        families = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
+        of = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
         may_try = self.may_try(SECONDS)
-        return {
-            s: f for s, f in families.items() if f and not f.reason and (f.function or f.stacks or may_try)
-        }
+        return {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         """Run those calls whose inputs are at hand."""

@@ -735,6 +735,19 @@ def test_what_a_check_refuses_does_not_run_behind_it(monkeypatch: pytest.MonkeyP
     assert "no" in sin.reason and not sin.calls
 
 
+def test_functions_in_autocast_are_not_packed() -> None:
+    model = Twice()
+    check_equal(model, [Sentence(n) for n in (3, 5, 2, 7)])
+    calls = sum(f.calls for f in families(model))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for k in range(3):
+            batch = [Sentence(n + k) for n in (3, 5, 2, 7)]
+            found = model(batch)
+            with fxbatch.disabled():
+                torch.testing.assert_close(found, model(batch), rtol=0.05, atol=0.05)
+    assert calls and calls == sum(f.calls for f in families(model))
+
+
 def test_calls_of_few_sizes_are_packed_between_others_however_many_there_were() -> None:
     """One by one they would be as many launches as there are sentences, not as there are lengths."""
     torch.manual_seed(3)
