@@ -68,9 +68,8 @@ def packed_differences(
         ends, leaves = [t for t in values if t.requires_grad], [tensors[i] for i in needed]
         if not (ends and leaves):
             return [*values, *map(torch.zeros_like, leaves)]
-        numbers = [
-            (torch.arange(t.numel(), device=t.device) % 8 + 4) / 8 for t in ends
-        ]  # exact in every type
+        # Numbers that every type has exactly.
+        numbers = [(torch.arange(t.numel(), device=t.device) % 8 + 4) / 8 for t in ends]
         weights = [n.view(t.shape).to(t.dtype) for n, t in zip(numbers, ends, strict=True)]
         return [
             *values,

@@ -270,10 +270,11 @@ def _trace(
     try:
         with functions_refused(NoPackedForm), stand_ins((body, *code), names):
             arguments = _watched(body, flags_known), tensors, dynamic
-            composites = (
-                {} if by_tape else {f: f.decompose for f, n in _composites().items() if n not in whole}
-            )
-            traced = _taped(*arguments) if by_tape else trace_with_sizes(*arguments, composites)
+            if by_tape:
+                traced = _taped(*arguments)
+            else:  # what does not stay whole
+                composites = {f: f.decompose for f, name in _composites().items() if name not in whole}
+                traced = trace_with_sizes(*arguments, composites)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
     module, env = traced
