@@ -204,7 +204,7 @@ class Arguments:
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one
         self.own = own  # whether users' code is called: to it members of enumerations are not their numbers
-        self.copied = False  # whether a view of a bare parameter was taken for what it holds now
+        self.copied = False  # whether a parameter, or a view of one, was taken for what it holds now
         self.rows = False  # whether there was a row of a parameter that is looked up
         self.values: list[Value] = []  # one an input
         self.leaves: list[torch.Tensor] = []  # the user's tensor for each input
@@ -265,7 +265,7 @@ class Arguments:
             if self.views and view_of_shared(self.recorder, t):
                 self.viewed = True
                 return None
-            self.copied = self.copied or type(t) is BareView
+            self.copied = self.copied or isinstance(t, (BareView, torch.nn.Parameter))
             v = self.recorder.constant(t)
             assert v is not None
             return self._input(v, t)

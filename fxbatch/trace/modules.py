@@ -88,20 +88,15 @@ def _is_by_parts(
 
 
 def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...]) -> bool:
-    """Whether values are given to one of torch's own modules that this recording has made and that holds nothing,
-    as in `nn.Sigmoid()(x)`, `nn.NLLLoss()(x, label)`: a function of torch, under another name."""
-    if id(module) not in recorder.fresh or _rule(module, None) is not TORCH_MODULE:
+    """Whether the forward has made this module for itself, as in `nn.NLLLoss()(x, label)`: no other call of it comes
+    again, so its parts are recorded. One of torch's own is given values, real tensors beside them at most."""
+    if id(module) not in recorder.local or is_marked(module):
         return False
-    kinds, state = set(map(type, args)), vars(module)
-    holds = [x for table in _HOLDS for x in state[table].values() if x is not None]
-    return Value in kinds and kinds <= _TENSORS and not holds
-
-
-_TENSORS = {Value, torch.Tensor}
-_HOLDS = (
-    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
-    "_backward_pre_hooks",
-)  # fmt: skip
+    if _rule(module, None) is TORCH_MODULE:
+        kinds = set(map(type, args))
+        return Value in kinds and kinds <= {Value, torch.Tensor}
+    _refuse_what_cannot_be_seen(module)
+    return True
 
 
 def call_module(
@@ -163,8 +158,9 @@ def _recorded(call: ModuleCall) -> object:
     if recorder.knowledge.owners is None:
         recorder.look_at_modules()
     unmarked = call.marked is None and not is_marked(module)
-    if unmarked and id(module) not in recorder.knowledge.modules.seen and _holds_no_tensors(module):
-        call.note("is no part of the model, and holds no tensors")  # an instance may have made it for itself
+    others = unmarked and id(module) not in recorder.knowledge.modules.seen
+    if others and (id(module) in recorder.local or _holds_no_tensors(module)):
+        call.note("is no part of the model")
         return call.pass_through()
     record = _record(recorder, module, call.method)
     examined = recorder.knowledge.examined.get(id(record))
@@ -185,6 +181,8 @@ def _recorded(call: ModuleCall) -> object:
         call.note(str(error))
         return call.through()
     if not arguments.values:
+        if not call.args and not call.kwargs and _rule(module, call.method) is PLAIN_MODULE:
+            recorder.by_parts.add((id(module),))
         copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
         if copies is not None:
             return module(*copies)
@@ -204,7 +202,7 @@ def _recorded(call: ModuleCall) -> object:
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         link_views(entry, result, arguments.values, None, functools.partial(_recorded, call))
-    elif by_itself:
+    elif by_itself and not arguments.copied:
         recorder.remember(module, call.args, call.kwargs, entry)
     return result
 
@@ -296,6 +294,7 @@ def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None
     if record is None:
         with table.lock:
             record = table.modules.setdefault((id(module), method), ModuleRecord(module, method))
+            recorder.local.discard(id(module))
             if not any(module is m for r in recorder.knowledge.roots for m in r.modules()):
                 table.owners.setdefault(id(module), module)
                 recorder.knowledge.owners, recorder.lasts = None, False

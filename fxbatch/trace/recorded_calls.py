@@ -192,8 +192,7 @@ class RecordedCalls(Columns):
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
         self.views_met = {}
-        # Ids of modules that were made in this recording, and are no part of another.
-        self.fresh: set[int] = set()
+        self.local: set[int] = set()  # ids of modules that forwards have made, and of their parameters
         self.by_parts = set()
         self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
         roots = tuple(roots)
@@ -285,13 +284,6 @@ class RecordedCalls(Columns):
         """It is known now what the operation of this module or function reads."""
         self.knowledge.examined[id(record)], self.knowledge.places = examined, None
         self.free_to_set.clear()
-
-    def is_new(self, module: torch.nn.Module) -> bool:
-        """Whether a module was made in this recording, is no part of another, and was never called: no call depends
-        on what it holds."""
-        knowledge, number = self.knowledge, id(module)
-        is_met = number in knowledge.examined or number in knowledge.modules.seen
-        return number in self.fresh and not is_met
 
     def has_set(self, module: torch.nn.Module, name: str) -> None:
         """An attribute has been set: the change is noted."""
@@ -601,11 +593,12 @@ class RecordedCalls(Columns):
         return owners.get(id(t))
 
     def shared_operand(self, t: torch.Tensor) -> SharedOperand | None:
-        """The shared operand that t is, None when it is no parameter or buffer."""
+        """The shared operand that t is, None when it is no parameter or buffer, or one that an instance has made."""
         owner = self.owner_of(t)
         if owner is not None:
             return SharedOperand(*owner)
-        return SharedOperand(None, "", t) if isinstance(t, torch.nn.Parameter) else None
+        shared = isinstance(t, torch.nn.Parameter) and id(t) not in self.local
+        return SharedOperand(None, "", t) if shared else None
 
     # Types
 

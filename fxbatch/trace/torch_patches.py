@@ -404,11 +404,11 @@ _CHANGING = (
 )  # fmt: skip
 
 
-@stands_for(torch.nn.Module, "__init__")
+@stands_for(torch.nn.Module, "__init__", "__setstate__")
 def _module_begins(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: Any, **kw: Any) -> None:
-    """A module of the instance's own: nothing is known of it until it is called, or becomes a part of another."""
+    """A module of the instance's own, or a copy: no operation is of it until it becomes a part of the model."""
     plain(self, *args, **kw)
-    recorder.fresh.add(id(self))
+    recorder.local.update(map(id, (self, *self._parameters.values())))
 
 
 @stands_for(torch.nn.Module, *_REGISTERING)
@@ -418,14 +418,16 @@ def _registers(
     """A parameter, a buffer or a submodule by its name."""
     recorder.attribute_changes(self, name)
     result = plain(self, name, *args, **kwargs)
-    _becomes_part(recorder, self, self._modules.get(name))
+    _becomes_part(recorder, self, self._modules.get(name, self._parameters.get(name)))
     return result
 
 
 def _becomes_part(recorder: RecordedCalls, owner: torch.nn.Module, part: object) -> None:
-    """Modules are looked at again, unless nothing is known of this one that has something new."""
-    recorder.fresh.discard(id(part))
-    if not recorder.is_new(owner):
+    """Modules are looked at again, unless this one, which has something new, is an instance's own."""
+    if id(owner) in recorder.local:
+        recorder.local.update((id(part),) if isinstance(part, torch.nn.Parameter) else ())
+    else:
+        recorder.local.difference_update(map(id, part.modules() if isinstance(part, torch.nn.Module) else ()))
         recorder.forget_modules()
 
 
@@ -436,7 +438,8 @@ def _changes_module(
     """A method that changes what a module is in other ways."""
     recorder.module_changes(self, plain.__name__)
     result = plain(self, *args, **kwargs)
-    recorder.forget_modules()
+    if id(self) not in recorder.local:
+        recorder.forget_modules()
     return result
 
 
@@ -451,7 +454,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     if plain_value and again:  # `self.state = ...` at each step, which matters to nobody but the instance
         self.__dict__[name] = value
         return
-    if recorder.is_new(self) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+    if id(self) in recorder.local and not isinstance(value, (torch.Tensor, torch.nn.Module)):
         plain(self, name, value)
         return
     recorder.attribute_changes(self, name, value)
@@ -482,7 +485,8 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
 @stands_for(torch.nn.Module, "__delattr__")
 def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str) -> None:
     recorder.attribute_changes(self, name)
-    recorder.forget_modules()
+    if id(self) not in recorder.local:
+        recorder.forget_modules()
     plain(self, name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxbatch
+from fxbatch import stopwatch
 from fxbatch.runtime import strategy as module
 from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.strategy import (
@@ -36,6 +38,17 @@ from tests.clock import Clock
 from tests.oracle import check_equal
 
 pytestmark = pytest.mark.usefixtures("clock")
+
+
+@pytest.mark.parametrize(("threads", "clock_read"), [(1, time.thread_time), (4, time.perf_counter)])
+def test_on_one_thread_nothing_else_on_the_machine_counts(
+    threads: int, clock_read: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert stopwatch._clock.__wrapped__() is clock_read
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # launches return before they are done
+    assert stopwatch._clock.__wrapped__() is time.perf_counter
 
 
 class Chain(nn.Module):
