@@ -192,7 +192,7 @@ class RecordedCalls(Columns):
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
         self.views_met = {}
-        self.local: set[int] = set()  # ids of modules that forwards have made, and of their parameters
+        self.local: set[int] = set()  # ids of modules and parameters that forwards have made
         self.by_parts = set()
         self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
         roots = tuple(roots)

@@ -404,11 +404,13 @@ _CHANGING = (
 )  # fmt: skip
 
 
+@stands_for(torch.nn.Parameter, "__new__")
 @stands_for(torch.nn.Module, "__init__", "__setstate__")
-def _module_begins(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: Any, **kw: Any) -> None:
-    """A module of the instance's own, or a copy: no operation is of it until it becomes a part of the model."""
-    plain(self, *args, **kw)
-    recorder.local.update(map(id, (self, *self._parameters.values())))
+def _begins(recorder: RecordedCalls, plain: Any, first: object, *args: object, **kwargs: object) -> object:
+    """A module or parameter of the instance's own, or a copy, until it becomes a part of one of the model's."""
+    begun = plain(first, *args, **kwargs)
+    recorder.local.add(id(first if begun is None else begun))
+    return begun
 
 
 @stands_for(torch.nn.Module, *_REGISTERING)
@@ -418,15 +420,13 @@ def _registers(
     """A parameter, a buffer or a submodule by its name."""
     recorder.attribute_changes(self, name)
     result = plain(self, name, *args, **kwargs)
-    _becomes_part(recorder, self, self._modules.get(name, self._parameters.get(name)))
+    _becomes_part(recorder, self, self._modules.get(name))
     return result
 
 
 def _becomes_part(recorder: RecordedCalls, owner: torch.nn.Module, part: object) -> None:
     """Modules are looked at again, unless this one, which has something new, is an instance's own."""
-    if id(owner) in recorder.local:
-        recorder.local.update((id(part),) if isinstance(part, torch.nn.Parameter) else ())
-    else:
+    if id(owner) not in recorder.local:
         recorder.local.difference_update(map(id, part.modules() if isinstance(part, torch.nn.Module) else ()))
         recorder.forget_modules()
 

@@ -73,7 +73,22 @@ def copied(self: Any, x: Any) -> Any:
     return own(self.layer(x)).sum()
 
 
-FORWARDS = (copied, wrapped, waits_between_changes, nested, sequence, recurrent, given_a_parameter, hooked)
+def parameters(self: Any, x: Any) -> Any:
+    state = nn.Parameter(torch.ones(8))
+    return (state * self.layer(x) + torch.cat([state[:4], self.layer(state)[:4]])).sum()
+
+
+FORWARDS = (
+    parameters,
+    copied,
+    wrapped,
+    waits_between_changes,
+    nested,
+    sequence,
+    recurrent,
+    given_a_parameter,
+    hooked,
+)
 
 
 def pair(forward: Callable[..., Any]) -> tuple[Any, Any]:
@@ -93,7 +108,7 @@ def run(model: Any, xs: list[torch.Tensor], *, batched: bool) -> tuple[Any, Any]
     return results, torch.autograd.grad(results.sum(), list(model.parameters()))
 
 
-def known(model: Any) -> tuple[int, ...]:
+def kept_of(model: Any) -> tuple[int, ...]:
     """How much the engine keeps."""
     table = type(model).forward.__fxbatch__.engine(model).table
     return len(table.modules), len(table.owners), len(table.signatures)
@@ -106,7 +121,7 @@ def test_values_and_gradients_are_the_loops_and_nothing_grows(forward: Callable[
     for _ in range(5):
         xs = [torch.randn(8) for _ in range(6)]
         torch.testing.assert_close(run(batched, xs, batched=True), run(plain, xs, batched=False))
-        kept.append(known(batched))
+        kept.append(kept_of(batched))
     assert kept[2] == kept[-1]
     assert kept[-1][0] == 1 and not kept[-1][1]  # modules: the layer alone
 
@@ -123,4 +138,4 @@ def test_what_becomes_a_part_of_the_model_is_no_longer_the_instances_own() -> No
         found, wanted = run(batched, xs, batched=True), run(plain, xs, batched=False)
         torch.testing.assert_close(found, wanted)
     assert len(found[1]) == 4
-    assert known(batched)[0] == 2  # `late` is one operation
+    assert kept_of(batched)[0] == 2  # `late` is one operation
