@@ -117,7 +117,7 @@ def batch_body(
     from being compared with eager, whose numbers of rows are others. One is enough where there is an `only_device`.
     """
     sizes = sample_rows(signature, shared)
-    device = only_device(signature, shared) if recordings == 1 else None
+    device = only_device(body, signature, shared) if recordings == 1 else None
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
@@ -136,13 +136,19 @@ def batch_body(
     return _unify([tape for tape in tapes if tape], sizes, present, kinds, device)
 
 
-def only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
-    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it, or
-    where numbers are drawn, as nothing is compared then."""
+def only_device(
+    body: fx.GraphModule, signature: Signature, shared: Sequence[torch.Tensor]
+) -> torch.device | None:
+    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it, where
+    numbers are drawn, as nothing is compared then, or where a call gives other forms on "meta"."""
     devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
     dense = all(x.layout is torch.strided for x in shared)
     by_form = dense and not signature.modes.autocast and not signature.operation.random
+    by_form = by_form and not any(node.target is _BATCH_NORM for node in body.graph.nodes)
     return devices.pop() if len(devices) == 1 and by_form else None
+
+
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default  # no statistics where it doesn't train, and only on the CPU
 
 
 def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:

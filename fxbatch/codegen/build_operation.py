@@ -95,7 +95,7 @@ def _build_checked(
         return Large(calls)
     needs = (input_needs, shared_needs)
     zeros: tuple[tuple[bool, int], ...] = ()
-    recordings = 1 if only_device(signature, shared) is not None else 2
+    recordings = 1 if only_device(body, signature, shared) is not None else 2
     while True:
         content = content_of(body, signature, needs, shared, zeros)
         try:

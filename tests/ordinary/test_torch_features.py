@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxbatch
 from fxbatch.errors import BatchCoupledError
+from tests.oracle import check_equal
 
 SIZE = 4
 
@@ -335,3 +336,19 @@ def test_what_can_not_be_exported_says_what_to_write() -> None:
         torch.export.export(scorer, (x,), strict=True)
     with pytest.raises(fxbatch.FxbatchError, match="compile_minibatch"):
         torch.fx.symbolic_trace(scorer)
+
+
+def test_statistics_that_a_norm_does_not_take_are_not_saved() -> None:
+    """`batch_norm` in eval after a layer whose parameters have gradients: on the CPU it gives no mean and deviation."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4).eval()
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.conv(x)).square().sum()
+
+    torch.manual_seed(0)
+    check_equal(Net(), [torch.rand(1, 2, 3, 3) for _ in range(6)])
