@@ -139,8 +139,8 @@ def batch_body(
 def only_device(
     body: fx.GraphModule, signature: Signature, shared: Sequence[torch.Tensor]
 ) -> torch.device | None:
-    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it, where
-    numbers are drawn, as nothing is compared then, or where a call gives other forms on "meta"."""
+    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it,
+    where numbers are drawn, as nothing is compared then, or where a call gives other forms on "meta"."""
     devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
     dense = all(x.layout is torch.strided for x in shared)
     by_form = dense and not signature.modes.autocast and not signature.operation.random
@@ -148,7 +148,9 @@ def only_device(
     return devices.pop() if len(devices) == 1 and by_form else None
 
 
-_BATCH_NORM = torch.ops.aten.native_batch_norm.default  # no statistics where it doesn't train, and only on the CPU
+_BATCH_NORM = (
+    torch.ops.aten.native_batch_norm.default
+)  # no statistics where it doesn't train, and only on the CPU
 
 
 def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:

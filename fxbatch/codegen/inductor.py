@@ -126,11 +126,7 @@ class CompiledGraph:
         return self.kernel.launches
 
     def __call__(
-        self,
-        n: int,
-        ins: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor | None],
-        workspace: Workspace,
+        self, n: int, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None], workspace: Workspace
     ) -> list[torch.Tensor]:
         if n == 0 or not self._fits(n):
             return self.kernel(n, ins, outs, workspace)

@@ -168,11 +168,7 @@ class Kernel:
         return source
 
     def __call__(
-        self,
-        n: int,
-        ins: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor | None],
-        workspace: Workspace,
+        self, n: int, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None], workspace: Workspace
     ) -> list[torch.Tensor]:
         if n == 0:
             return no_rows(outs, self.forms)

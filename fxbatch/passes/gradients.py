@@ -69,9 +69,7 @@ class GradientPlan(NamedTuple):
 
 
 def plan_gradients(
-    phases: Sequence[PhaseGradients],
-    requests: Sequence[tuple[int, np.ndarray]],
-    types: int,
+    phases: Sequence[PhaseGradients], requests: Sequence[tuple[int, np.ndarray]], types: int
 ) -> GradientPlan:
     """requests: (type id, value ids) of each differentiable result tensor that got a gradient."""
     return _GradientPlanner(phases, requests, types).run()

@@ -144,13 +144,7 @@ class WholePlan(NamedTuple):
 
 
 def plan_whole(
-    program: Program,
-    schedule: Schedule,
-    slots: Slots,
-    arrays: ArrayTable,
-    needs: np.ndarray,
-    *,
-    reuse: bool,
+    program: Program, schedule: Schedule, slots: Slots, arrays: ArrayTable, needs: np.ndarray, *, reuse: bool
 ) -> WholePlan:
     """The plan of a minibatch's only phase. needs: bool [outputs of the signatures]."""
     planner = _ArenaPlanner(program, schedule, slots)

@@ -84,10 +84,7 @@ class Engine(Planner):
             )
         differentiable = (self.options.backward == "autograd" and grad) or forward_mode()
         return Run(
-            self,
-            grad=grad,
-            differentiable=differentiable or self.options.mode == "unrolled",
-            lasting=lasting,
+            self, grad=grad, differentiable=differentiable or self.options.mode == "unrolled", lasting=lasting
         )
 
     def call(
@@ -255,10 +252,7 @@ class ReadyMinibatch:
 
     @staticmethod
     def of(
-        engine: Engine,
-        instances: list[TracedInstance],
-        recording: Recording,
-        run: Run | None = None,
+        engine: Engine, instances: list[TracedInstance], recording: Recording, run: Run | None = None
     ) -> ReadyMinibatch:
         """Rewrite, schedule and plan a recording, under the modes of now."""
         run = engine.execution() if run is None else run

@@ -19,7 +19,16 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.runtime.packed_forward import PackedForward
 
 NOT_PACKED = object()
-SECONDS = 0.5  # that a function for all sizes may take: the first one, with torch's imports for symbols, does
+FIRST, SECONDS = (
+    0.5,
+    0.05,
+)  # that a function for all sizes may take: the first of a process, and those after it
+
+
+class Symbols:
+    """What is known of the process: whether torch's imports for symbols, which take half a second, are made."""
+
+    seconds_to_try = FIRST
 
 
 class PackedRoute:
@@ -45,11 +54,12 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not self.may_try(SECONDS):
+            if not _sizes_differ(instances) or not self.may_try(Symbols.seconds_to_try):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward
 
+                Symbols.seconds_to_try = SECONDS
                 self.forward = PackedForward(self.options, self.root, self.may_build)
         results = self.forward.call(fn, instances, out)
         return NOT_PACKED if results is None else results[0]

@@ -93,10 +93,7 @@ class PointerTable:
         )  # fmt: skip
 
     def fill_again(
-        self,
-        before: Filled | None,
-        places: np.ndarray,
-        operands: Mapping[Signature, Sequence[torch.Tensor]],
+        self, before: Filled | None, places: np.ndarray, operands: Mapping[Signature, Sequence[torch.Tensor]]
     ) -> Filled:
         """`fill` in a run of several phases: what was filled before where all is where it was. `places` is the very
         array as long as nothing has moved."""

@@ -212,11 +212,7 @@ class Run:
         return family_and_types
 
     def _make_template(
-        self,
-        program: Program,
-        family: Family,
-        constants: tuple[int, ...],
-        known_needs: np.ndarray | None,
+        self, program: Program, family: Family, constants: tuple[int, ...], known_needs: np.ndarray | None
     ) -> FamilyTemplate:
         shared = self.memory.shared
         shared_needs = [(False,) * len(signature.shared) for signature in program.signatures]

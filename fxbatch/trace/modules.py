@@ -69,22 +69,11 @@ class ModuleRecord:
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
     """`nn.Module.__call__` while some thread traces, for calls that were not met before."""
     recorder = state.recorder
-    if (
-        recorder is None
-        or _is_by_parts(recorder, self, args, kwargs)
-        or _passes_through(recorder, self, args)
-    ):
+    by_parts = set() if recorder is None else recorder.by_parts  # whatever it is given, or with these types
+    met = id(self) in by_parts or (not kwargs and (id(self), *map(type, args)) in by_parts)
+    if recorder is None or met or _passes_through(recorder, self, args):
         return module_call(self, *args, **kwargs)
     return call_module(recorder, self, args, kwargs)
-
-
-def _is_by_parts(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
-) -> bool:
-    """Whether it was met that this module is recorded by its parts, whatever it is given or with arguments of these
-    types."""
-    by_parts = recorder.by_parts
-    return id(module) in by_parts or (not kwargs and (id(module), *map(type, args)) in by_parts)
 
 
 def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...]) -> bool:

@@ -275,7 +275,8 @@ class Walk:
         if name in state["_modules"]:
             part = state["_modules"][name]
             return DATA if part is None else self._part(part, path)
-        if cls is None:
+        if cls is None:  # an attribute of the module that comes later is seen
+            self._item(IN_TYPE, kind, name, MISSING, path)
             return DATA
         return self._member(cls, name, member, owner_thing, path)
 
@@ -825,15 +826,36 @@ class Walk:
         if name == "super" and not args:
             return self._parent(scope)
         if name in ("hasattr", "getattr"):
-            named = e.args[1] if len(e.args) > 1 else None
-            constant = named.value if isinstance(named, ast.Constant) else None
-            if isinstance(constant, str) and args[0] == DATA and (self.roots.given or self.roots.loose):
-                return self._field(constant) | frozenset().union(*args[2:])
-            if isinstance(constant, str) and COMPUTED not in args[0] and name == "getattr" and len(args) == 2:
-                return self._attribute(args[0], constant)
+            begins, whole = self._text(e.args[1] if len(e.args) > 1 else None, scope)
+            if whole and args[0] == DATA and (self.roots.given or self.roots.loose):
+                return self._field(begins) | frozenset().union(*args[2:])
+            modules = [t.object for t in args[0] if isinstance(t.object, torch.nn.Module)]
+            if COMPUTED not in args[0] and begins and (whole or len(modules) == len(args[0])):
+                every = {n for m in modules for n in torch.nn.Module.__dir__(m) if n.startswith(begins)}
+                read = [self._attribute(args[0], n) for n in ([begins] if whole else sorted(every))]
+                return DATA if name == "hasattr" else NOTHING.union(*read, *args[2:]) or DATA
         if name == "type" and len(args) == 1 and COMPUTED not in args[0]:
             return frozenset(Thing(type(t.object), t.path) for t in args[0])
         return None
+
+    def _text(self, e: ast.expr | None, scope: Scope) -> tuple[str, bool]:
+        """What a text that is computed begins with, "" where that isn't known, and whether that is all of it."""
+        match e:
+            case ast.Constant(value=str(text)):
+                return text, True
+            case ast.Attribute():
+                owners = [
+                    t.object for t in self.eval(e.value, scope) if isinstance(t.object, torch.nn.Module)
+                ]
+                held = owners[0].__dict__.get(e.attr) if len(owners) == 1 else None
+                return (held, True) if isinstance(held, str) else ("", False)
+            case ast.JoinedStr(values=[ast.expr() as first, *_]) | ast.BinOp(left=first, op=ast.Add()):
+                return self._text(first, scope)[0], False
+            case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
+                return text.partition("%")[0], False
+            case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
+                return text.partition("{")[0], False
+        return "", False
 
     def _parent(self, scope: Scope) -> Things:
         s = scope

@@ -332,11 +332,7 @@ def _random_states() -> list[torch.Tensor]:
 
 
 def _trace(
-    recording: Recording,
-    table: SignatureTable,
-    model: torch.nn.Module | None,
-    reason: str,
-    under: Modes,
+    recording: Recording, table: SignatureTable, model: torch.nn.Module | None, reason: str, under: Modes
 ) -> Trace:
     recorder = recording.recorder
     leaves, spec = tree_flatten(recording.results[0])

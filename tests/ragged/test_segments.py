@@ -14,7 +14,7 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import CONSTANT_KINDS
 from fxbatch.runtime.packed_calls import LONG, MEMBERS, MOST
-from fxbatch.runtime.packed_route import SECONDS
+from fxbatch.runtime.packed_route import SECONDS, Symbols
 from tests.oracle import check_equal
 
 SIZE = 6
@@ -154,7 +154,7 @@ def test_what_waits_for_one_another_too_often_runs_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, MOST + 1])
-def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int) -> None:
+def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int, monkeypatch: Any) -> None:
     """Those of which no call could run in a whole minibatch: functions of numbers are built without a look at that."""
 
     class Mixed(Decoder):
@@ -166,6 +166,7 @@ def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int) -> None
                 h = self.cell(torch.softmax(states @ h * 0.5, 0) @ states, h)
             return self.out(h)
 
+    monkeypatch.setattr(Symbols, "seconds_to_try", 0.5)
     model, asked = Mixed(steps), list[float]()
     model(sentences(0, FIRST[:1]), [False])
     engine_of(model).packed_calls.may_try = lambda seconds: asked.append(seconds) or True
@@ -174,7 +175,7 @@ def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int) -> None
     functions = [f for f in engine_of(model).packed_calls.families if f.function is not None]
     asked.clear()
     check_equal(model, sentences(1, FIRST), [True] * len(FIRST))
-    assert functions and first == {SECONDS}
+    assert functions and first == {0.5, SECONDS}, "the first of a process imports what is for symbols"
     assert set(asked) == {SECONDS, SECONDS * (1 if steps == 1 else 1 + len(functions))}
 
 

@@ -158,6 +158,28 @@ CHANGES: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
     "dynamic name": _with(
         lambda self, x: x * getattr(self, "sc" + "ale"), lambda m: setattr(m, "scale", 3.0), scale=2.0
     ),
+    "name with a number in it": _with(
+        lambda self, x: x * getattr(self, f"scale_{int(x.shape[0]) - 1}") * getattr(self, "scale_%d" % 0),  # noqa: UP031
+        lambda m: setattr(m, "scale_1", 3.0), scale_0=1.0, scale_1=2.0,
+    ),
+    "name in an attribute": _with(
+        lambda self, x: getattr(torch, self.of)(x), lambda m: setattr(m, "of", "sin"), of="cos"
+    ),
+    "name in an attribute, of its own": _with(
+        lambda self, x: x * getattr(self, self.of), lambda m: setattr(m, "a", 5.0), of="a", a=2.0
+    ),
+    "attribute that is not there": _with(
+        lambda self, x: x * (getattr(self, "extra", None) or 2.0), lambda m: setattr(m, "extra", 3.0)
+    ),
+    "attribute of the class that is not there": _with(
+        lambda self, x: x * getattr(self, "of_class_later", 2.0), lambda m: setattr(Sub, "of_class_later", 3.0)
+    ),
+    "whether there is an attribute": _with(
+        lambda self, x: x * 3 if hasattr(self, "extra") else x, lambda m: setattr(m, "extra", 3.0)
+    ),
+    "method by name": _with(
+        lambda self, x: x * getattr(self, "fac{}".format("tor"))(), lambda m: setattr(m, "scale", 3.0), scale=2.0
+    ),
     "replaced method of the object": _with(
         lambda self, x: x * self.factor(), lambda m: setattr(m, "factor", lambda: 3.0), scale=2.0
     ),
@@ -650,7 +672,9 @@ NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "a default": (lambda self, x, seen=[]: x * len(seen), "the default of seen"),
     "class of a tensor": (lambda self, x: x if type(x) is torch.Tensor else x * 2, "calls type()"),
     "the generator": (lambda self, x: x * torch.initial_seed(), "calls torch.initial_seed()"),
-    "an attribute by name": (lambda self, x: x * getattr(self, "s" + "cale"), "calls getattr()"),
+    "an attribute by name": (lambda self, x: x * getattr(self, "".join(["scale"])), "calls getattr()"),
+    "a list by a name": (lambda self, x: x * getattr(self, "si" + "zes")[0], "reads self.sizes, a list"),
+    "a method of torch by a name": (lambda self, x: getattr(self, "ha" + "lf")() and x, "calls half() of a module"),
 }  # fmt: skip
 ELSEWHERE = nn.Linear(2, 2)
 
