@@ -41,14 +41,7 @@ def measure(sizes: Ints, starts: Written) -> tuple[int, int, int]:
 
 def segments(sizes: Ints, total: Int) -> np.ndarray:
     """int64 [total]: the instance of each row."""
-    out = np.empty(total, dtype=np.int64)
-    written: Written = out
-    at = 0
-    for i in range(len(sizes)):
-        for j in range(sizes[i]):
-            written[at + j] = i
-        at += sizes[i]
-    return out
+    return np.repeat(np.arange(len(sizes)), sizes)
 
 
 def positions(sizes: Ints, total: Int) -> np.ndarray:

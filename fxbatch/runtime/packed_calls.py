@@ -32,7 +32,7 @@ from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import summed_stacks
 from fxbatch.ragged.packed_column import PackedColumn
 from fxbatch.runtime.autograd import take_results
-from fxbatch.runtime.packed_route import SECONDS, Symbols
+from fxbatch.runtime.packed_route import SECONDS, PackedRoute
 from fxbatch.runtime.run import Run
 from fxbatch.runtime.value_tensors import HELD_APART, Column, Tensors, ValueTensors, is_of_packed
 from fxbatch.signature import Template, tensor_spec
@@ -121,7 +121,7 @@ class PackedCalls:
             # Where calls wait for one another too often, those of other functions are likely to.
             unused = sum(f.function is not None and not f.steps for f in self.families[: self.settled])
             if not (
-                self.may_try(Symbols.seconds_to_try * (1 + unused))
+                self.may_try(PackedRoute.seconds_to_try * (1 + unused))
                 and self._built(entries, family, arguments)
             ):
                 return None
@@ -240,7 +240,7 @@ class PackedCalls:
         assert family.function is not None
         types = family.types(entry.signature.inputs, entry.signature.arguments)
         other = not _other_dimensions_fit(family.function, types)
-        return other and not family.widest and self.may_try(Symbols.seconds_to_try)
+        return other and not family.widest and self.may_try(PackedRoute.seconds_to_try)
 
     def _widen(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
         """One family of the calls that fit the function and of those that do not, if one function is for them all."""
@@ -299,7 +299,7 @@ class PackedCalls:
         from fxbatch.ragged.packed_function import PackedFunction
         from fxbatch.ragged.symbolic import NoPackedForm, is_composite
 
-        Symbols.seconds_to_try = SECONDS
+        PackedRoute.seconds_to_try = SECONDS
 
         every = [entry.signature.inputs for entry in family.members] + [tuple(types)]
         of_values = tuple(
@@ -425,7 +425,7 @@ class PackedCalls:
         """By their signatures, whose functions run calls of a program."""
         called = {s: program.signatures[s] for s in np.bincount(program.sig).nonzero()[0].tolist()}
         of = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
-        may_try = self.may_try(Symbols.seconds_to_try)
+        may_try = self.may_try(PackedRoute.seconds_to_try)
         return {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:

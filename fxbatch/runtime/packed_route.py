@@ -25,14 +25,10 @@ FIRST, SECONDS = (
 )  # that a function for all sizes may take: the first of a process, and those after it
 
 
-class Symbols:
-    """What is known of the process: whether torch's imports for symbols, which take half a second, are made."""
-
-    seconds_to_try = FIRST
-
-
 class PackedRoute:
     """The packed forward of an engine, made when a minibatch has tensors of different sizes."""
+
+    seconds_to_try = FIRST  # once torch's imports for symbols are made, less
 
     def __init__(
         self,
@@ -54,12 +50,12 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not self.may_try(Symbols.seconds_to_try):
+            if not _sizes_differ(instances) or not self.may_try(self.seconds_to_try):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward
 
-                Symbols.seconds_to_try = SECONDS
+                PackedRoute.seconds_to_try = SECONDS
                 self.forward = PackedForward(self.options, self.root, self.may_build)
         results = self.forward.call(fn, instances, out)
         return NOT_PACKED if results is None else results[0]

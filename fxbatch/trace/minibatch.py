@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import operator
 from collections import Counter, deque
@@ -46,7 +47,7 @@ from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
-from fxbatch.trace.values import Value, refresh, result_with_values
+from fxbatch.trace.values import GETITEM, Value, is_stale, refresh, result_with_values, view_of
 from fxbatch.trace.writes import note_uses
 
 
@@ -107,11 +108,8 @@ class Statistics:
         if self.stayed:
             return f"instances ran one after the other, as {self.stayed}: a local variable or a result would batch"
         alone = sum(p.instances == 1 for p in self.phases)
-        empty = sum(p.calls == 0 for p in self.phases)
         lines = self.lines
         line = max(lines, key=lambda k: lines[k])
-        if empty > len(self.phases) // 2:
-            return f"{line} reads values one at a time: read them together with .tolist()"
         if alone > len(self.phases) // 2 and alone > 1:
             return (
                 f"{alone} of {len(self.phases)} phases ran for one instance alone: values are asked for one instance "
@@ -439,8 +437,11 @@ class Turns:
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
         usual = self.usual.are_those_now()
-        if usual and plain and len(values) == 1 and self.recorder.has_run(values[0]):
-            return self.execution.numbers([values[0].id])  # nothing to wait for
+        if usual and plain and len(values) == 1:
+            if self.recorder.has_run(values[0]):
+                return self.execution.numbers([values[0].id])  # nothing to wait for
+            if shown := self._shown(values[0]):
+                return shown
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
@@ -457,6 +458,21 @@ class Turns:
         self.parked.append(parked)
         self.main.switch()
         return parked.answer
+
+    def _shown(self, v: Value) -> list[Any]:
+        """What rows by numbers (`best[0][k]`) of a value that has run hold, if that is small; nothing for others."""
+        path: list[Any] = []
+        while not self.recorder.has_run(v):
+            view = view_of(v)
+            if view is None or view.call is None or view.call[0] is not GETITEM or is_stale(v):
+                return []
+            index = view.call[1][1]
+            path[:0] = index if type(index) is tuple else (index,)
+            v = view.source
+        if is_stale(v) or v.numel() > SMALL or set(map(type, path)) != {int}:
+            return []
+        shown: Any = self.execution.numbers([v.id])[0]
+        return [functools.reduce(operator.getitem, path, shown)]
 
     def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:
         """`_ask`, but for what calls of parameters alone gave: for such nobody waits."""
@@ -522,6 +538,7 @@ class Turns:
         return answer
 
 
+SMALL = 256  # numbers of a value of which one is shown without a wait
 _TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
 _BETWEEN = 5  # `asked`, `_ask`, two functions of RecordedCalls through which a value asks, and the value's

@@ -146,9 +146,9 @@ def _recorded(call: ModuleCall) -> object:
     recorder, module = call.recorder, call.module
     if recorder.knowledge.owners is None:
         recorder.look_at_modules()
-    unmarked = call.marked is None and not is_marked(module)
-    others = unmarked and id(module) not in recorder.knowledge.modules.seen
-    if others and (id(module) in recorder.local or _holds_no_tensors(module)):
+    tensors = (x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()))
+    unseen = id(module) not in recorder.knowledge.modules.seen and all(x is None for x in tensors)
+    if (unseen or id(module) in recorder.local) and call.marked is None and not is_marked(module):
         call.note("is no part of the model")
         return call.pass_through()
     record = _record(recorder, module, call.method)
@@ -270,11 +270,6 @@ def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:
             f"{name} has a full backward hook: gradients of a minibatch never pass one call by itself; "
             f"register a hook on its parameters, or on a result{at_line()}"
         )
-
-
-def _holds_no_tensors(module: torch.nn.Module) -> bool:
-    tensors = (x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values()))
-    return all(x is None for x in tensors)
 
 
 def _record(recorder: RecordedCalls, module: torch.nn.Module, method: str | None) -> ModuleRecord:

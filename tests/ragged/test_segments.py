@@ -14,7 +14,7 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import CONSTANT_KINDS
 from fxbatch.runtime.packed_calls import LONG, MEMBERS, MOST
-from fxbatch.runtime.packed_route import SECONDS, Symbols
+from fxbatch.runtime.packed_route import SECONDS, PackedRoute
 from tests.oracle import check_equal
 
 SIZE = 6
@@ -166,7 +166,7 @@ def test_functions_that_are_of_no_use_make_further_ones_dear(steps: int, monkeyp
                 h = self.cell(torch.softmax(states @ h * 0.5, 0) @ states, h)
             return self.out(h)
 
-    monkeypatch.setattr(Symbols, "seconds_to_try", 0.5)
+    monkeypatch.setattr(PackedRoute, "seconds_to_try", 0.5)
     model, asked = Mixed(steps), list[float]()
     model(sentences(0, FIRST[:1]), [False])
     engine_of(model).packed_calls.may_try = lambda seconds: asked.append(seconds) or True

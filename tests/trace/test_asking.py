@@ -105,6 +105,25 @@ def test_a_phase_reads_numbers_once() -> None:
     assert recording.results == [(x * 2).sum().item() for x in xs]
 
 
+def test_rows_of_what_has_run_are_not_waited_for() -> None:
+    """`best[0][k]`, one after another, as a beam search asks; of what was written to since, the new numbers."""
+
+    def fn(x: Any) -> Any:
+        best, at = torch.topk(value(x) * 2, 2)
+        asked = [
+            (at[0][k].item(), best[0][k].item(), best[0, k].tolist(), float(best[-1][k])) for k in range(2)
+        ]
+        best[0] += 1
+        return (*asked, best[0][1].item(), best[0].tolist(), best.sum().item())
+
+    xs = [torch.randn(2, 5) for _ in range(4)]
+    with torch.no_grad():
+        found, recording, _ = recorded(fn, xs)
+        with fxbatch.disabled():
+            assert found == [fn(x) for x in xs]
+    assert len(recording.statistics.phases) == 3, "of the best, of what was written, of the sum"
+
+
 def test_places_are_the_lines_of_the_user() -> None:
     assert line_of(user_place()) == user_line()
     assert line_of(None) == ""

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxbatch
 from fxbatch.trace.module_changes import ModuleChanges
+from fxbatch.trace.recorded_calls import RecordedCalls
 from tests.trace.made import check_state, linear, model
 
 STEPS = 7
@@ -99,3 +101,36 @@ def test_what_is_set_at_each_step_is_noted_once(monkeypatch: pytest.MonkeyPatch)
         made(xs(count))
         # Once more after the first call of a module, as it may read them.
         assert sorted(noted) == ["before", "before", "h", "h", "seen"]
+
+
+class Counted(nn.Module):
+    """A buffer that a forward adds to: the attribute is set to the tensor that it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear() for _ in range(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.steps += 1
+        return x
+
+
+def test_an_attribute_that_stays_what_it_is_makes_nobody_look_at_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[object] = []
+    look = RecordedCalls.look_at_modules
+    monkeypatch.setattr(RecordedCalls, "look_at_modules", lambda self: looked.append(self) or look(self))
+    batched, xs = Counted(), list(torch.randn(6, 4))
+    for _ in range(3):
+        looked.clear()
+        batched(xs)
+    assert len(looked) <= 1
+    assert batched.steps == 3 * 6 * 3
+    again = batched(xs)
+    with fxbatch.disabled():
+        torch.testing.assert_close(again, batched(xs))
