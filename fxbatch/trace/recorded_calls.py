@@ -29,7 +29,7 @@ from fxbatch.trace import torch_functions
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
-from fxbatch.trace.module_state import ModulesMet, Owners
+from fxbatch.trace.module_state import ModulesMet, Owners, has_hooks
 from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.phases import Phases
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
@@ -288,14 +288,15 @@ class RecordedCalls(Columns):
     def has_set(self, module: torch.nn.Module, name: str) -> None:
         """An attribute has been set: the change is noted."""
         key = id(module), name
-        if name != "training" and name in module.__dict__ and not self.is_read(name):
+        if name != "training" and name in module.__dict__ and not self.is_read(module, name):
             self.free_to_set.add(key)
         else:
             self.free_to_set.discard(key)
 
-    def is_read(self, name: str) -> bool:
-        """Whether an operation reads an attribute of this name of a module: its code, or as one of its tensors."""
-        return any(name in x.attributes for x in self.knowledge.examined.values() if not x.reason)
+    def is_read(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether the code of an operation, or its tensors, are of this name: none is of a module with hooks."""
+        examined = () if has_hooks(module) else self.knowledge.examined.values()
+        return any(name in x.attributes for x in examined if not x.reason)
 
     # Calls
 

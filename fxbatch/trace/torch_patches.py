@@ -467,7 +467,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
                 f"{type(self).__name__}.{name} is shared by all instances: it can't be set to the value of one"
                 f"{at_line()}"
             )
-        if recorder.is_read(name):
+        if recorder.is_read(self, name):
             recorder.forget_modules()
         object.__setattr__(self, name, value)
         recorder.has_set(self, name)
@@ -477,7 +477,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
     )
     if replaces:
         _becomes_part(recorder, self, value)
-    elif name == "training" or recorder.is_read(name):
+    elif name == "training" or recorder.is_read(self, name):
         recorder.forget_modules()
     plain(self, name, value)
     recorder.has_set(self, name)

@@ -134,3 +134,26 @@ def test_an_attribute_that_stays_what_it_is_makes_nobody_look_at_modules(
     again = batched(xs)
     with fxbatch.disabled():
         torch.testing.assert_close(again, batched(xs))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_weights_that_a_hook_sets_before_each_call_are_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.normed = linear(), nn.utils.weight_norm(linear())
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.normed(torch.tanh(self.first(x)))
+
+    forgotten: list[object] = []
+    forget = RecordedCalls.forget_modules
+    monkeypatch.setattr(RecordedCalls, "forget_modules", lambda self: forgotten.append(self) or forget(self))
+    batched, xs = Normed(), list(torch.randn(6, 4))
+    for _ in range(3):
+        forgotten.clear()
+        found = batched(xs)
+    assert not forgotten
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, batched(xs))
