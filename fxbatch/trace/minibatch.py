@@ -84,12 +84,11 @@ class Statistics:
         self._counts[key] += self.every
 
     @property
-    def lines(self) -> dict[str, int]:
+    def lines(self) -> Counter[str]:
         """The user's lines that asked, and how often."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for key, place in list(self._places.items()):
-            line = line_of(place)
-            counts[line] = counts.get(line, 0) + self._counts[key]
+            counts[line_of(place)] += self._counts[key]
         return counts
 
     @property
@@ -108,13 +107,12 @@ class Statistics:
         if self.stayed:
             return f"instances ran one after the other, as {self.stayed}: a local variable or a result would batch"
         alone = sum(p.instances == 1 for p in self.phases)
-        lines = self.lines
-        line = max(lines, key=lambda k: lines[k])
+        empty = sum(p.calls == 0 for p in self.phases)
+        line, _ = self.lines.most_common(1)[0]
+        if empty > len(self.phases) // 2:
+            return f"{line} reads values one at a time: read them together with .tolist()"
         if alone > len(self.phases) // 2 and alone > 1:
-            return (
-                f"{alone} of {len(self.phases)} phases ran for one instance alone: values are asked for one instance "
-                f"at a time ({line})"
-            )
+            return f"{alone} of {len(self.phases)} phases ran for one instance alone, which asks for values at {line}"
         return ""
 
 
@@ -437,11 +435,9 @@ class Turns:
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
         usual = self.usual.are_those_now()
-        if usual and plain and len(values) == 1:
-            if self.recorder.has_run(values[0]):
-                return self.execution.numbers([values[0].id])  # nothing to wait for
-            if shown := self._shown(values[0]):
-                return shown
+        if usual and plain and (self.recorder.has_run(values[0]) or hasattr(values[0], "_view")):  # noqa: SIM102
+            if len(values) == 1 and (shown := self._shown(values[0])):
+                return shown  # nothing to wait for
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
@@ -460,7 +456,7 @@ class Turns:
         return parked.answer
 
     def _shown(self, v: Value) -> list[Any]:
-        """What rows by numbers (`best[0][k]`) of a value that has run hold, if that is small; nothing for others."""
+        """What a value that has run holds, or a row by numbers of a small one (`best[0][k]`); nothing for others."""
         path: list[Any] = []
         while not self.recorder.has_run(v):
             view = view_of(v)
@@ -469,7 +465,7 @@ class Turns:
             index = view.call[1][1]
             path[:0] = index if type(index) is tuple else (index,)
             v = view.source
-        if is_stale(v) or v.numel() > SMALL or set(map(type, path)) != {int}:
+        if path and (is_stale(v) or v.numel() > SMALL or set(map(type, path)) != {int}):
             return []
         shown: Any = self.execution.numbers([v.id])[0]
         return [functools.reduce(operator.getitem, path, shown)]

@@ -646,7 +646,7 @@ class Walk:
                     value |= self._name(s.target.id, scope)
                 self._assign(s.target, value, scope)
             case ast.For():
-                self._assign(s.target, self._items(self.eval(s.iter, scope)), scope)
+                self._assign(s.target, self._each(s.iter, scope), scope)
                 self._statements(s.body, scope)
                 self._statements(s.orelse, scope)
             case ast.With():
@@ -771,7 +771,7 @@ class Walk:
                 return self._local(e, "lambda", scope)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 for g in e.generators:
-                    self._assign(g.target, self._items(self.eval(g.iter, scope)), scope)
+                    self._assign(g.target, self._each(g.iter, scope), scope)
                     for test in g.ifs:
                         self.eval(test, scope)
                 parts = (e.key, e.value) if isinstance(e, ast.DictComp) else (e.elt,)
@@ -779,6 +779,13 @@ class Walk:
         if not isinstance(e, _OF_PARTS):
             self.refuse(f"has an expression that is not looked into: {type(e).__name__.lower()}")
         return DATA.union(*(self.eval(x, scope) for x in ast.iter_child_nodes(e) if isinstance(x, ast.expr)))
+
+    def _each(self, e: ast.expr, scope: Scope) -> Things:
+        """What a loop over this goes through."""
+        parts = e.elts if isinstance(e, ast.Tuple) else ()
+        return (
+            DATA.union(*(self.eval(x, scope) for x in parts)) if parts else self._items(self.eval(e, scope))
+        )
 
     def _local(self, node: Any, name: str, scope: Scope) -> Things:
         """A function that the body defines."""
@@ -844,17 +851,14 @@ class Walk:
             case ast.Constant(value=str(text)):
                 return text, True
             case ast.Attribute():
-                owners = [
-                    t.object for t in self.eval(e.value, scope) if isinstance(t.object, torch.nn.Module)
-                ]
-                held = owners[0].__dict__.get(e.attr) if len(owners) == 1 else None
-                return (held, True) if isinstance(held, str) else ("", False)
-            case ast.JoinedStr(values=[ast.expr() as first, *_]) | ast.BinOp(left=first, op=ast.Add()):
+                held = [getattr(t.object, "__dict__", {}).get(e.attr) for t in self.eval(e.value, scope)]
+                return (str(held[0]), True) if [*map(type, held)] == [str] else ("", False)
+            case ast.JoinedStr(values=[ast.expr() as first, *_]):
                 return self._text(first, scope)[0], False
-            case ast.BinOp(left=ast.Constant(value=str(text)), op=ast.Mod()):
-                return text.partition("%")[0], False
-            case ast.Call(func=ast.Attribute(value=ast.Constant(value=str(text)), attr="format")):
-                return text.partition("{")[0], False
+            case ast.BinOp(left=first, op=ast.Add() | ast.Mod()):
+                return self._text(first, scope)[0].partition("%")[0], False
+            case ast.Call(func=ast.Attribute(value=first, attr="format")):
+                return self._text(first, scope)[0].partition("{")[0], False
         return "", False
 
     def _parent(self, scope: Scope) -> Things:

@@ -127,6 +127,28 @@ def _with(
     return make
 
 
+def _through_a_tuple(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for part in (self.first, self.second):
+        x = part(x) * part.scale
+    return x
+
+
+def _through_pairs(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for part, factor in [(self.first, 2.0), (self.second, 3.0)]:
+        x = part(x) * factor
+    return x
+
+
+def _of_parts(
+    body: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Callable[[], tuple[Sub, Callable[[], Any]]]:
+    def make() -> tuple[Sub, Callable[[], Any]]:
+        first, second = (Sub(lambda self, x: x + self.scale, scale=s) for s in (1.0, 2.0))
+        return Sub(body, first=first, second=second), lambda: setattr(second, "scale", 5.0)
+
+    return make
+
+
 CHANGES: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
     "attribute": _with(lambda self, x: x * self.scale, lambda m: setattr(m, "scale", 3.0), scale=2.0),
     "attribute, past setattr": _with(
@@ -153,6 +175,8 @@ CHANGES: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
         lambda self, x: x * self.c.scale, lambda m: setattr(m, "c", Config(3.0)), c=Config()
     ),
     "enum": _with(lambda self, x: x * self.k.value, lambda m: setattr(m, "k", Kind.THRICE), k=Kind.TWICE),
+    "part in a tuple": _of_parts(_through_a_tuple),
+    "part in a list of pairs": _of_parts(_through_pairs),
     "property": _with(lambda self, x: x * self.doubled, lambda m: setattr(m, "scale", 3.0), scale=2.0),
     "method": _with(lambda self, x: x * self.factor(), lambda m: setattr(m, "scale", 3.0), scale=2.0),
     "dynamic name": _with(
@@ -648,6 +672,13 @@ def test_of_a_branch_on_the_mode_the_side_that_runs_is_walked(monkeypatch: pytes
     assert "numpy" in Reads.of_module(sub.eval()).opaque
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert "numpy" in reads.again().opaque, "a number and the mode have changed"
+
+
+@pytest.mark.parametrize("body", [_through_a_tuple, _through_pairs], ids=lambda f: f.__name__)
+def test_what_goes_through_parts_in_tuples_is_plain(
+    body: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    assert not Reads.of_module(_of_parts(body)()[0]).opaque
 
 
 def test_a_mode_that_changes_is_seen() -> None:
