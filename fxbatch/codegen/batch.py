@@ -148,9 +148,8 @@ def only_device(
     return devices.pop() if len(devices) == 1 and by_form else None
 
 
-_BATCH_NORM = (
-    torch.ops.aten.native_batch_norm.default
-)  # no statistics where it doesn't train, and only on the CPU
+# It gives no statistics where it doesn't train, on the CPU alone.
+_BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 
 def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:

@@ -300,7 +300,6 @@ class PackedCalls:
         from fxbatch.ragged.symbolic import NoPackedForm, is_composite
 
         PackedRoute.seconds_to_try = SECONDS
-
         every = [entry.signature.inputs for entry in family.members] + [tuple(types)]
         of_values = tuple(
             tuple(d for d in range(len(column[0].shape)) if len({t.shape[d] for t in column}) > 1)

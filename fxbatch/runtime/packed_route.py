@@ -19,10 +19,8 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
     from fxbatch.runtime.packed_forward import PackedForward
 
 NOT_PACKED = object()
-FIRST, SECONDS = (
-    0.5,
-    0.05,
-)  # that a function for all sizes may take: the first of a process, and those after it
+FIRST = 0.5  # seconds that the first function for all sizes of a process may take, with torch's imports for symbols
+SECONDS = 0.05  # and those after it
 
 
 class PackedRoute:

@@ -447,9 +447,8 @@ def _changes_module(
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
     is_part = isinstance(value, (torch.Tensor, torch.nn.Module))
     again = (id(self), name) in recorder.free_to_set and not recorder.changes.waited
-    if again and (
-        not is_part or type(value) in (Value, torch.Tensor)
-    ):  # `self.state = ...` at each step, which matters to nobody but the instance
+    # `self.state = ...` at each step, which matters to nobody but the instance
+    if again and (not is_part or type(value) in (Value, torch.Tensor)):
         self.__dict__[name] = value
         return
     tables = (self.__dict__, *(self.__dict__.get(table, {}) for table in TABLES))
