@@ -33,7 +33,7 @@ AHEAD = 10.0  # minibatches whose savings may be spent ahead
 FIRST = 1.0  # of the loop's time: what may be spent before anything is known of savings
 SELDOM = 4  # with fewer calls than a quarter of the instances, an operation waits until they have taken a quarter of
 # what building one takes
-SHARE = 0.1  # of the loop's time
+SHARE, OF_LOOPS = 0.1, 0.025  # of the loop's time; and of that of minibatches that it runs
 LONGEST = 2.0  # seconds that are never spent on one operation
 
 
@@ -122,7 +122,7 @@ class BuildQueue:
     def earn(self, *, seconds: float, loop: float, batched: bool = False, guessed: float = 0.0) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
         of it was batched. guessed: of the seconds, what its backward pass may take, where none was batched yet."""
-        self.earned += (1.0 + SHARE) * loop - seconds
+        self.earned += (1.0 + (SHARE if batched else OF_LOOPS)) * loop - seconds
         late = self._late
         with self._lock:
             self._late = sum(x.operation.seconds for x in self._waiting.values() if x.comes_again)

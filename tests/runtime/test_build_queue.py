@@ -57,6 +57,12 @@ def test_what_took_longest_call_by_call_is_built_first_and_only_what_has_come_ag
     assert queue.build() == 0, "what takes longer than the loop earns nothing"
     for _ in range(6000):
         queue.earn(seconds=0.01, loop=0.01)
+    assert queue.build() == 0, (
+        "minibatches that the loop runs earn less: none of them takes much longer than the loop"
+    )
+    for _ in range(6000):
+        queue.earn(seconds=0.01, loop=0.01, batched=True)
+    queue._ahead = 1e-6
     queue.build()
     assert built == ["b", "a"] and len(queue) == 0
 
