@@ -82,8 +82,15 @@ def check(make: Callable[..., Any], inputs: list[torch.Tensor], name: str) -> No
     module = graph_of(make, *forms)
     native = run_native(module, len(inputs[0]), inputs)
     assert native is not None
-    for given, eager in zip(native, module(len(inputs[0]), *inputs), strict=True):
-        assert_as_eager(given, eager)
+    # Torch computes what is left over after its vectors by other code, which may treat NaN otherwise (elu_backward):
+    # how many that are depends on the processor.
+    more = [torch.cat([x, x[:1].expand(64, *x.shape[1:])]) for x in inputs]
+    longer = module(len(more[0]), *more)
+    for given, eager, in_vectors in zip(native, module(len(inputs[0]), *inputs), longer, strict=True):
+        as_vectors = (given == in_vectors[: len(given)]) | (given.isnan() & in_vectors[: len(given)].isnan())
+        assert_as_eager(
+            given, torch.where(as_vectors & eager.isnan().logical_xor(given.isnan()), given, eager)
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxbatch.codegen import batch
@@ -105,13 +106,16 @@ def test_what_is_recorded_once() -> None:
     graphs, _ = build(torch.matmul, [torch.randn(3, 4), torch.randn(4, 2)])
     assert not isinstance(graphs, Unbatched), graphs
     signature = graphs.signature
-    assert batch.only_device(signature, ()) == torch.device("cpu")
-    assert batch.only_device(signature, [torch.empty(2, device="meta")]) is None
-    assert batch.only_device(signature, [torch.eye(2).to_sparse()]) is None
+    nothing, norm = (fx.GraphModule({}, fx.Graph()) for _ in range(2))
+    assert batch.only_device(nothing, signature, ()) == torch.device("cpu")
+    norm.graph.call_function(torch.ops.aten.native_batch_norm.default)
+    assert batch.only_device(norm, signature, ()) is None, "fewer statistics on the CPU"
+    assert batch.only_device(nothing, signature, [torch.empty(2, device="meta")]) is None
+    assert batch.only_device(nothing, signature, [torch.eye(2).to_sparse()]) is None
     draws = replace(signature, operation=replace(signature.operation, random=True))
-    assert batch.only_device(draws, ()) is None
+    assert batch.only_device(nothing, draws, ()) is None
     cast = replace(signature, modes=replace(signature.modes, autocast=(("cpu", torch.bfloat16),)))
-    assert batch.only_device(cast, ()) is None
+    assert batch.only_device(nothing, cast, ()) is None
 
 
 @pytest.mark.parametrize("name", CASES)
