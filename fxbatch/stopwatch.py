@@ -42,6 +42,11 @@ def _clock() -> Callable[[], float]:
     return time.thread_time if alone and is_fine else time.perf_counter
 
 
+def is_alone() -> bool:
+    """Whether nothing else that runs on the machine counts."""
+    return _clock() is time.thread_time
+
+
 class _Building(threading.local):
     seconds = 0.0
     depth = 0

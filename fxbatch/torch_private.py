@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import linecache
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -449,17 +450,23 @@ def no_vmap_fallback() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before)
 
 
+_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+
 @contextlib.contextmanager
 def forget_traces() -> Iterator[None]:
-    """Let go of what torch would keep for ever of the graphs that are made within, 10 KB an operation.
+    """Let go of what torch would keep for ever of the graphs that are made within, 10 KB an operation. What fake
+    tensors raise they don't log besides.
 
     That is each graph's source, for lines in tracebacks (graphs that another thread makes meanwhile lose theirs
     too), and what operators gave for fake tensors, once there are many. Checked: 2.11.0, 2.13.0.
     """
-    first = _loader.next_id
+    first, logs_nothing = _loader.next_id, _FAKES.disabled
+    _FAKES.disabled = True
     try:
         yield
     finally:
+        _FAKES.disabled = logs_nothing
         made = _loader.next_id - first
         for name in list(_loader.eval_cache)[-made:] if made else ():
             number = re.match(r"<eval_with_key>\.(\d+)", name)

@@ -28,8 +28,19 @@ static inline __attribute__((always_inline)) int32_t LOOP(float_bits)(float numb
     return u.i;
 }
 
+/* (exp(r) - 1 - r) / r^2, |r| <= ln 2 / 2. Polynomial: Moshier, Cephes Math Library 2.8, single/expf.c. */
+static inline __attribute__((always_inline)) float LOOP(exp_series)(float r)
+{
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    return p * r + 5.0000001201e-1f;
+}
+
 /* exp: 2^n * exp(r), |r| <= ln 2 / 2, n applied in two halves so that results down to the least subnormal
-   and up to infinity come out. Polynomial: Moshier, Cephes Math Library 2.8, single/expf.c. */
+   and up to infinity come out. */
 static inline __attribute__((always_inline)) float LOOP(exp1)(float x)
 {
     float y = x > 89.0f ? 89.0f : x;
@@ -39,13 +50,7 @@ static inline __attribute__((always_inline)) float LOOP(exp1)(float x)
     int32_t n = LOOP(float_bits)(shifted) - 0x4b400000;
     float r = y - whole * 0.693359375f;
     r = r - whole * -2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    float p = LOOP(exp_series)(r) * (r * r) + r + 1.0f;
     int32_t half = n >> 1;
     return p * LOOP(bits_float)((half + 127) << 23) * LOOP(bits_float)((n - half + 127) << 23);
 }
@@ -67,11 +72,18 @@ static inline __attribute__((always_inline)) float LOOP(tanh1)(float x)
     return LOOP(bits_float)(LOOP(float_bits)(result) | (LOOP(float_bits)(x) & (int32_t)0x80000000));
 }
 
-/* exp(x) - 1 of x <= 0, by t = tanh(x / 2): 2 t / (1 - t), which is as exact near 0 as elsewhere. */
+/* exp(x) - 1 of x <= 0, by exp's polynomial: 2^n (exp(r) - 1) + (2^n - 1), which is as exact near 0 as elsewhere. */
 static inline __attribute__((always_inline)) float LOOP(expm1_below)(float x)
 {
-    float t = LOOP(tanh1)(0.5f * x);
-    return 2.0f * t / (1.0f - t);
+    float y = x < -80.0f ? -80.0f : x;
+    float shifted = y * 1.44269504088896341f + 12582912.0f;
+    float whole = shifted - 12582912.0f;
+    float r = y - whole * 0.693359375f;
+    r = r - whole * -2.12194440e-4f;
+    float p = LOOP(exp_series)(r) * (r * r) + r;
+    float scale = LOOP(bits_float)((LOOP(float_bits)(shifted) - 0x4b400000 + 127) << 23);
+    float result = scale * p + (scale - 1.0f);
+    return LOOP(bits_float)(LOOP(float_bits)(result) | (LOOP(float_bits)(x) & (int32_t)0x80000000));
 }
 
 #include "_native_operations.h"

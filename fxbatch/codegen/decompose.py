@@ -51,6 +51,11 @@ def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     return wide.scatter(dim, _along(wide, dim, index, source), source).reshape(x.shape)
 
 
+def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """vmap takes an index without dimensions for one that leaves no dimension."""
+    return NotImplemented if index.dim() or not x.dim() else x.index_select(dim, index.reshape(1))
+
+
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     (wide,) = _at_least_1d(x)
     dim %= wide.dim()
@@ -283,6 +288,7 @@ DECOMPOSITIONS: Decompositions = {
     aten._is_any_true.default: is_any_true,
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
+    aten.index_select.default: index_select,
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
     aten.take.default: take,

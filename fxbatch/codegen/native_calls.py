@@ -43,6 +43,10 @@ _NUMBERED: dict[object, _Numbered] = {
     aten.elu_backward.default: lambda gradient, a, scale, of_input, of_result, x: (
         ((gradient, x), a) if scale == of_input == 1 and not of_result else None
     ),
+    aten.pow.Tensor_Scalar: lambda x, exponent: ((x,), 0) if exponent == 2 else None,
+    # Of two zeros it gives the tensor's.
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_max.default), lambda x, bound: ((bound, x), 0)),
+    aten.masked_fill.Scalar: lambda x, mask, number: ((mask, number, x), 0),
     aten.leaky_relu.default: lambda x, slope=0.01: ((x,), slope),
     aten.leaky_relu_backward.default: lambda gradient, x, slope, of_result: (
         None if of_result else ((gradient, x), slope)

@@ -58,12 +58,24 @@ from fxbatch.codegen.native_table import (
     Operand,
     View,
 )
-from fxbatch.codegen.operation_graphs import Shape, Size, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import (
+    Shape,
+    Size,
+    fit,
+    is_size,
+    is_tensor,
+    is_view,
+    sample_sizes,
+    shape,
+)
 from fxbatch.codegen.operation_graphs import dtype as dtype_of
 from fxbatch.codegen.simplify import constant_value, is_random
 
 aten = torch.ops.aten
 UNUSED = Operand()
+MOST_CONSTANT = (
+    4096  # elements of a constant that is copied at each launch; of a larger one Python makes it once a run
+)
 SHORT = 16  # elements of a dimension that is added up one addition after another
 
 
@@ -318,18 +330,28 @@ class Lowering:
     def call(self, node: fx.Node, reason: str) -> None:
         """A call that C has no instruction for is torch's, of what lies in the program's memory."""
         results = [node] if is_tensor(node) else [x for x in node.users if x.target is operator.getitem]
-        readable = all(is_tensor(x) for x in (*node.all_input_nodes, *results))
+        if node in self.first:
+            constant = of_numbers(node)
+            need(constant is not None and constant.numel() <= MOST_CONSTANT, reason)
+            self.give_to_torch(
+                f"{node.target}", lambda outs: outs[0].copy_(constant), [self.target(node)], 1, reason
+            )
+            return
+        read = node.all_input_nodes
+        readable = all(is_tensor(x) for x in results) and all(is_tensor(x) or is_size(x) for x in read)
         need(readable and bool(results) and not is_random(node), reason)
-        spans = [_in_memory(self, self.span(x)) for x in node.all_input_nodes]
+        spans = [_in_memory(self, self.span(x)) for x in read if is_tensor(x)]
         spans += [*map(self.target, results)]
-        self.give_to_torch(f"{node.target}", call_alone(node, results), spans, len(results), reason)
+        function = call_alone(node, results)
+        if not all(map(is_tensor, read)):
+            function = counting_rows(function, read, spans)
+        self.give_to_torch(f"{node.target}", function, spans, len(results), reason)
 
     def give_to_torch(
         self, name: str, function: Callable[..., object], spans: Sequence[Span], results: int, reason: str
     ) -> None:
         """An instruction that gives these to a function of torch's, which writes to the last `results` of them."""
-        # What no row needs Python's kernel runs once a run.
-        need(CALLS and not self.adding and self.node not in self.first, reason)
+        need(CALLS and not self.adding, reason)
         need(all(x.base >= 0 and len(x.shape) <= MOST_RANK for x in spans), reason)
         fields = {"views": len(self.views), "view_count": len(spans), "results": results}
         self.items.append(Instruction(CODES["CALL"], 1, 0, 1, UNUSED, number=len(self.calls), **fields))
@@ -358,6 +380,7 @@ class Lowering:
         try:
             self.loops(out, [as_number(source, out.dtype)], call.name, 0.0)
         except NotNative as reason:
+            need(self.node not in self.first, str(reason))
             self.give_to_torch("copy", _copied, [source, out], 1, str(reason))
 
     def pointwise(self, out: Span, call: Pointwise) -> None:
@@ -396,6 +419,40 @@ class Lowering:
     def integers(self, node: object) -> Span:
         """Where a node of int64 is, which is no number."""
         return of_type(self.span(node), torch.int64)
+
+
+def of_numbers(node: fx.Node) -> torch.Tensor | None:
+    """What a call gives that reads no input, as `triu(ones(8, 8))`; None for others."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    read = {x: of_numbers(x) for x in node.all_input_nodes}
+    if is_random(node) or any(x is None for x in read.values()):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
+    tensor: torch.Tensor = node.target(*args, **kwargs)
+    return tensor
+
+
+def counting_rows(
+    function: Callable[[Sequence[object]], object], read: Sequence[fx.Node], spans: Sequence[Span]
+) -> Callable[[Sequence[object]], object]:
+    """A call that reads numbers of rows as well, as the groups of a convolution: told by the sizes of its tensors."""
+    place = next(
+        ((i, d, size) for i, x in enumerate(spans) for d, size in enumerate(x.shape) if size[0]), None
+    )
+    if place is None:
+        raise NotNative("a number of rows that no tensor has")
+    (of, dim, (factor, rest)), rows = place, sample_sizes(read[0].graph)
+    pairs = [(i, x.meta["values"]) for i, x in enumerate(read) if not is_tensor(x)]
+    numbers = [(i, fit(first, second, rows)) for i, (first, second) in pairs]
+
+    def call(tensors: Sequence[torch.Tensor]) -> object:
+        n, operands = (tensors[of].shape[dim] - rest) // factor, list[object](tensors)
+        for i, (a, b) in numbers:
+            operands.insert(i, a * n + b)
+        return function(operands)
+
+    return call
 
 
 def _copied(tensors: tuple[torch.Tensor, torch.Tensor]) -> None:

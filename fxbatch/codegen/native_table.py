@@ -234,6 +234,7 @@ RECORDS = (Base, Operand, Instruction, Dimension, View, Source, Arena, Array, Co
 # -- operations
 
 _SUMS = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar")
+_CLAMPS, _CLAMPS_MAX = ("clamp_min.default", "clamp_min.Tensor"), ("clamp_max.default", "clamp_max.Tensor")
 LOOPS = (
     Loop("copy", "a[i]", "f f"),
     Loop("neg", "-a[i]", "f f", ("neg.default",)),
@@ -251,6 +252,9 @@ LOOPS = (
     Loop("add", "a[i] + k * b[i]", "f ff", _SUMS),
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar")),
     Loop("div", "a[i] / b[i]", "f ff", ("div.Tensor", "div.Scalar")),
+    Loop("square", "a[i] * a[i]", "f f", ("pow.Tensor_Scalar",)),
+    Loop("maximum", "a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", ("maximum.default", *_CLAMPS)),
+    Loop("minimum", "a[i] < b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", ("minimum.default", *_CLAMPS_MAX)),
     Loop("sigmoid_backward", "a[i] * (1.0f - b[i]) * b[i]", "f ff", ("sigmoid_backward.default",)),
     Loop("tanh_backward", "a[i] * (1.0f - b[i] * b[i])", "f ff", ("tanh_backward.default",)),
     Loop("threshold_backward", "b[i] <= k ? 0.0f : a[i]", "f ff", ("threshold_backward.default",)),
@@ -264,7 +268,7 @@ LOOPS = (
     Loop("leaky_relu_backward", "b[i] > 0.0f ? a[i] : a[i] * k", "f ff", ("leaky_relu_backward.default",)),
     Loop("addcmul", "a[i] + k * b[i] * c[i]", "f fff", ("addcmul.default",)),
     Loop("addcdiv", "a[i] + k * b[i] / c[i]", "f fff", ("addcdiv.default",)),
-    Loop("where_f32", "a[i] ? b[i] : c[i]", "f bff", ("where.self",)),
+    Loop("where_f32", "a[i] ? b[i] : c[i]", "f bff", ("where.self", "masked_fill.Scalar")),
     Loop("where_i64", "a[i] ? b[i] : c[i]", "i bii", ("where.self",)),
     Loop("i64_to_f32", "a[i]", "f i"),
     Loop("bool_to_i64", "a[i] != 0", "i b"),

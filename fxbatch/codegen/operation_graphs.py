@@ -160,6 +160,11 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["values"][0], torch.Tensor)
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is a number of rows, or what is made of one."""
+    return all(type(x) is int for x in node.meta["values"])
+
+
 def shape(node: fx.Node) -> Shape:
     """The shape of a tensor node, each dimension as (a, b): a * n + b."""
     first, second = node.meta["values"]

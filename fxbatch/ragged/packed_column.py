@@ -108,7 +108,8 @@ def apart(
     if layout == DENSE:
         return list(tensor.unbind(0))
     if layout == PACKED:
-        return [p.movedim(0, axes[0]).contiguous() for p in tensor.split(lengths[0].list)]
+        parts = tensor.split(lengths[0].list)
+        return [(p.movedim(0, axes[0]) if axes[0] else p).contiguous() for p in parts]
     a, b = lengths
     return [tensor[i, : a.list[i], : b.list[i]].movedim((0, 1), tuple(axes)).contiguous() for i in range(n)]
 

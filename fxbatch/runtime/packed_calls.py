@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -377,9 +376,10 @@ class PackedCalls:
         packed, met = self.families_in(program), np.bincount(program.sig)
         can_run = packed and _some_can_run(program, packed)
         apart = packed if in_parts else {}  # of those that may wait for others of the phase
-        launches = [_launches(run, program.signatures[s], family, met.item(s)) for s, family in apart.items()]
-        waits = _waiting(program, packed) if sum(launches) >= SAVES else None  # SAVES a segment
-        if waits is not None and not _first_of_segments(run, program, packed, waits).any():
+        cost = {s: _launches(run, program.signatures[s], family) for s, family in apart.items()}
+        launches = sum(met.item(s) * n if n else 1 for s, n in cost.items())
+        waits = _waiting(program, packed) if launches >= SAVES else None  # SAVES a segment
+        if waits is not None and not _first_of_segments(program, packed, cost, waits).any():
             waits = None
         if not can_run and waits is None and not len(_readers(program, tensors)):
             if tensors.number is None:
@@ -387,13 +387,13 @@ class PackedCalls:
                 return program
             if (as_it_is := _renumbered(program, tensors)) is not None:
                 return as_it_is
-        work = _Resolution(program, tensors, None if waits is None else run)
+        work = _Resolution(program, tensors, None if waits is None else run, rows_stay=in_parts)
         self._run_packed(work, packed, grad=grad)
         if tensors.number is None and not work.resolved.any() and waits is None:
             return program  # none ran: all is where it would be
         work.take_rows()
         if waits is not None:
-            self._run_between(work, run, table, packed, waits)
+            self._run_between(work, run, table, packed, cost, waits)
         return work.program_left(table)
 
     def _run_between(
@@ -402,13 +402,14 @@ class PackedCalls:
         run: Run,
         table: SignatureTable,
         packed: dict[int, CallFamily],
+        cost: Mapping[int, int],
         waiting: np.ndarray,
     ) -> None:
         """Run what these packed calls wait for, and these, in turns."""
         p = work.program
         while True:
             waits = waiting & work.left
-            first = _first_of_segments(run, p, packed, waits)
+            first = _first_of_segments(p, packed, cost, waits)
             if not first.any():
                 return
             behind = calls_behind(p, p.inputs[first[p.reader]]) & work.left & ~waits
@@ -505,32 +506,36 @@ def _some_can_run(program: Program, packed: Collection[int]) -> bool:
     return bool(waiting.any())
 
 
-def _launches(run: Run, signature: Signature, family: CallFamily, calls: int) -> int:
-    """How many so many calls take without being packed: each function's one by one, where no graphs are built."""
+def _launches(run: Run, signature: Signature, family: CallFamily) -> int:
+    """How many a call takes that is not packed: one for each of its functions; 0 where all take one, by a graph."""
     outcome = family.members[0].outcome
-    functions = 1 if outcome is None else max(1, outcome.calls)
-    return calls * functions if run.planner.met.of(signature).late else 1
+    return (1 if outcome is None else max(1, outcome.calls)) if run.planner.met.of(signature).late else 0
 
 
 def _first_of_segments(
-    run: Run, program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray
+    program: Program, packed: Mapping[int, CallFamily], cost: Mapping[int, int], waits: np.ndarray
 ) -> np.ndarray:
     """bool [calls]: those of the packed calls that wait which have to wait for no other; none where that is not worth
-    it, or random numbers are drawn, whose order it would change."""
+    it, or random numbers are drawn, whose order it would change. cost: launches of a call, by signature."""
     segment = _segment_of(program, waits)
     last = int(segment[waits].max(initial=0))
-    calls = Counter(zip(program.sig[waits].tolist(), segment[waits].tolist(), strict=True))
-    steps = {(packed[s], k) for s, k in calls}
-    launches = [_launches(run, program.signatures[s], packed[s], n) for (s, _), n in calls.items()]
-    pays = sum(launches) - len(steps) >= SAVES * (last + 1) and last <= MOST
+    kinds, counts = np.unique(program.sig[waits] * (last + 1) + segment[waits], return_counts=True)
+    calls = [(*divmod(kind, last + 1), n) for kind, n in zip(kinds.tolist(), counts.tolist(), strict=True)]
+    steps = {(packed[s], k) for s, k, _ in calls}
+    saves = sum(n * cost[s] or 1 for s, _, n in calls) - len(steps)
+    pays = saves >= SAVES * (last + 1) and last <= MOST
     return waits & (segment == 0) & (pays and not program.columns.random[program.sig].any())
 
 
 class _Resolution:
     """A program of which some calls have run."""
 
-    def __init__(self, program: Program, values: ValueTensors, run: Run | None = None) -> None:
+    def __init__(
+        self, program: Program, values: ValueTensors, run: Run | None = None, *, rows_stay: bool = False
+    ) -> None:
+        """rows_stay: whether all rows that are taken go to the run's memory, as phases to come may read them."""
         self.program, self.tensors, self.run = program, values, run
+        self.rows_stay, self.rows = rows_stay, np.zeros(0, dtype=np.int64)
         values.make_room(program.values)
         values.note(program)
         self.resolved = np.zeros(len(program), dtype=bool)
@@ -632,7 +637,9 @@ class _Resolution:
                 rows = range(count) if at == ALL else (range(count)[at],)
                 taken += [(value + k, number, first + row) for k, row in enumerate(rows)]
                 self.resolved[c] = True
-            tensors.put_apart(*np.array(taken, dtype=np.int64).reshape(-1, 3).T)
+            places = np.array(taken, dtype=np.int64).reshape(-1, 3)
+            tensors.put_apart(places[:, 0], places[:, 1], places[:, 2])
+            self.rows = np.concatenate([self.rows, places[:, 0]])
 
     def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> tuple[Column, int, int]:
         """The rows of what a packed call gave: in which column they are, the first, and how many."""
@@ -656,6 +663,7 @@ class _Resolution:
         entries = p.inputs[runs[p.reader]]
         outside = np.zeros(len(before), dtype=bool)
         outside[entries] = outside[outputs] = True
+        outside[self.rows] |= self.rows_stay and part is None
         outside &= before < 0
         outside[p.known :] &= ~inside
         if not tensors.earlier or tensors.earlier[-1][0] is not p:

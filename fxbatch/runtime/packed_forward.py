@@ -36,7 +36,6 @@ from fxbatch.runtime.argument_objects import (
     TensorColumns,
     classes_of,
     closed,
-    data_class,
     named,
     opened,
 )
@@ -69,7 +68,7 @@ from fxbatch.trace.things import Roots
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 FEWEST = 8  # one in so many instances the first graph is to be for: four such are for half of them
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
-MOST_UNLIKE = 4  # minibatches of objects that are not alike, one after another, before it is given up
+MOST_UNLIKE = 4  # minibatches whose instances are not alike, one after another, before it is given up
 
 Instance = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -140,7 +139,7 @@ class PackedForward:
         self.reason = ""
         self.classes: tuple[type, ...] = ()  # of objects among the arguments
         self.numbers: set[int] = set()  # places of integers among the arguments that have differed
-        self.unlike = 0  # minibatches of objects with other structures, one after another
+        self.unlike = 0  # minibatches of instances with other structures, one after another
         self.watched: list[Any] | None = None  # what ran, for `explain`
         self._lock = threading.RLock()
 
@@ -207,19 +206,20 @@ class PackedForward:
             return _alike([list(c) for c in instances.columns], plain, spec)
         once = bool(self.options.shared)
         args, kwargs = instances[0]
-        if self.unlike > MOST_UNLIKE and any(data_class(type(x)) is not None for x in args[1:]):
+        if self.unlike > MOST_UNLIKE:
             return None  # not looked through again
         met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
         if not met:
-            return _of_containers(instances, self.numbers, once=once)
-        if not met.keys() <= set(self.classes):
-            self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
-        if self.unlike > MOST_UNLIKE or (look := self._look(fn)) is None:
-            return None
-        names = look.reads.fields
-        columns = _of_objects(instances, names) or _of_containers(
-            instances, self.numbers, lambda x: opened(x, names), once=once
-        )
+            columns = _of_containers(instances, self.numbers, once=once)
+        else:
+            if not met.keys() <= set(self.classes):
+                self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
+            if (look := self._look(fn)) is None:
+                return None
+            names = look.reads.fields
+            columns = _of_objects(instances, names) or _of_containers(
+                instances, self.numbers, lambda x: opened(x, names), once=once
+            )
         self.unlike = 0 if columns is not None else self.unlike + 1
         return columns
 

@@ -270,6 +270,8 @@ class Run:
 
     def in_memory(self, values: Sequence[int] | np.ndarray) -> list[torch.Tensor]:
         """Detached tensors of values, by their numbers in the memory."""
+        if len(values) == 1:
+            return [self.rows(np.asarray(values)).detach()[0]]
         return self.by_type(values, lambda requests: [self.rows(ids).detach().unbind(0) for ids in requests])
 
     def read(self, values: Sequence[int]) -> list[torch.Tensor]:

@@ -37,7 +37,7 @@ TRIAL = 0.25  # of the loop's time, beyond its time for those begun, after which
 MET = 0.75  # of the loop's time, beyond that as well, after which none is, what is built counted
 FEWEST = 2  # instances of a trial
 LEARNING = 1.5  # times as many instances as in the trial before it, so that the next says more
-TOO_LONG = 1.5  # times the loop's time for all instances, above which a second trial of a few is the last
+TOO_LONG = 1.25  # times the loop's time for all instances, above which a second trial of a few is the last
 HOPELESS = 2.0  # times the loop's, once all is built, above which none is
 PATIENCE = 3.0  # times the loop's time beyond its own: what all of that may have taken; twice with hope
 REPAID = 15  # minibatches whose gain it may have taken as well, then
@@ -144,7 +144,8 @@ class _Case:
         batch = built if spent <= patience * whole else batch
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
-            hopeless = loop and begun and batch * timing.instances > TOO_LONG * loop * self.size
+            seconds = timing.forward + timing.backward * any(t.backward for t in self.loop)
+            hopeless = loop and begun and seconds > TOO_LONG * loop * self.size
             return not hopeless and timing.instances >= LEARNING * begun
         self.ready = not timing.building
         hopeful = batch * self.size <= HOPELESS * whole
@@ -171,7 +172,8 @@ class _Case:
             return
         self.seconds = loop, batch
         self.rounds += timed == "batch"
-        ratio, margin, over = batch / loop, 1.0 + 2.0**-self.rounds, self.minibatches - 1
+        noise = 4.0 if stopwatch.is_alone() else 2.0
+        ratio, margin, over = batch / loop, 1.0 + noise**-self.rounds, self.minibatches - 1
         self.loops, self.whole = ratio > margin, ratio > CLOSE
         is_close = 1.0 / margin < ratio <= margin
         wait = max(1, over // 4 if is_close else over)
@@ -262,11 +264,9 @@ class Strategy:
 
     def warning(self, instances: int, *, grad: bool) -> str:
         """The text of the LoopWarning, once, when minibatches of this size run the loop often enough; else ""."""
-        if self.warned:
-            return ""
         with self._lock:
             case = self._cases.get((grad, instances.bit_length()))
-            if case is None or not case.loops or case.looped < WARN:
+            if self.warned or case is None or not case.loops or case.looped < WARN:
                 return ""
             self.warned = True
             why = f"; {self.reasons}" if self.reasons else ""

@@ -80,13 +80,12 @@ class ValueTensors:
                 if not is_of_packed(payload):
                     self.put(constants, payload)
                     continue
-                sources: Sequence[object] = payload.sources
-                for k, source in enumerate(sources):
-                    mine = np.flatnonzero(payload.source == k)
-                    if isinstance(source, PackedColumn):
-                        self.put(constants[mine], source, payload.row[mine])
-                    else:
-                        self.put(constants[mine], [source], np.zeros_like(mine))
+                of_packed = [isinstance(x, PackedColumn) for x in payload.sources]
+                columns: list[Column] = [x if isinstance(x, PackedColumn) else [x] for x in payload.sources]
+                numbers = np.array(list(map(self.number_of, columns)))[payload.source]
+                self.put_apart(
+                    constants, numbers, np.where(np.array(of_packed)[payload.source], payload.row, 0)
+                )
         return self._column[values], self._place[values]
 
     def column_of(self, values: np.ndarray) -> tuple[PackedColumn, np.ndarray] | None:
@@ -106,18 +105,16 @@ class ValueTensors:
         """`items` as constants: places in packed columns, which are many that nobody reads, as such."""
         columns, places = self.places(values)
         numbers, of = np.unique(columns, return_inverse=True)
-        if not any(isinstance(self.columns[c], PackedColumn) for c in numbers.tolist()):
+        of_packed = np.array([isinstance(self.columns[c], PackedColumn) for c in numbers.tolist()])
+        if not of_packed.any():
             return self.items(values)
-        sources: list[object] = []
-        source, row = np.empty_like(columns), np.full_like(places, -1)
-        for k, c in enumerate(numbers.tolist()):
-            column, mine = self.columns[c], np.flatnonzero(of.reshape(-1) == k)
-            if isinstance(column, PackedColumn):
-                source[mine], row[mine] = len(sources), places[mine]
-                sources.append(column)
-            else:
-                source[mine] = len(sources) + np.arange(len(mine))
-                sources += [column[i] for i in places[mine].tolist()]
+        in_packed = of_packed[of := of.reshape(-1)]
+        apart = np.flatnonzero(~in_packed)
+        source, row = (of_packed.cumsum() - 1)[of], np.where(in_packed, places, -1)
+        sources: list[object] = [self.columns[c] for c in numbers[of_packed].tolist()]
+        source[apart] = len(sources) + np.arange(len(apart))
+        pairs = zip(columns[apart].tolist(), places[apart].tolist(), strict=True)
+        sources += [self.columns[c][i] for c, i in pairs]
         return RowColumn(sources, source, row)  # type: ignore[arg-type]  # until they are at hand
 
     def numbers(self, recorded: int) -> np.ndarray:

@@ -34,7 +34,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
-from fxbatch.torch_private import tree_map
+from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
@@ -435,8 +435,8 @@ class Turns:
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
         usual = self.usual.are_those_now()
-        if usual and plain and (self.recorder.has_run(values[0]) or hasattr(values[0], "_view")):  # noqa: SIM102
-            if len(values) == 1 and (shown := self._shown(values[0])):
+        if usual and len(values) == 1 and (self.recorder.has_run(values[0]) or hasattr(values[0], "_view")):  # noqa: SIM102
+            if shown := self._shown(values[0], plain):
                 return shown  # nothing to wait for
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
@@ -455,20 +455,32 @@ class Turns:
         self.main.switch()
         return parked.answer
 
-    def _shown(self, v: Value) -> list[Any]:
-        """What a value that has run holds, or a row by numbers of a small one (`best[0][k]`); nothing for others."""
-        path: list[Any] = []
+    def _shown(self, v: Value, plain: bool) -> list[Any]:
+        """What a value holds that has run, or a view of such a one (`best[0][k]`, `scores.detach()`); nothing for
+        others."""
+        calls = []
         while not self.recorder.has_run(v):
             view = view_of(v)
-            if view is None or view.call is None or view.call[0] is not GETITEM or is_stale(v):
+            if view is None or view.call is None or view.output or is_stale(v):
                 return []
-            index = view.call[1][1]
-            path[:0] = index if type(index) is tuple else (index,)
+            _, args, kwargs = view.call
+            others = tree_leaves((args[1:], kwargs)) if kwargs or len(args) > 1 else ()
+            if args[0] is not view.source or any(isinstance(x, torch.Tensor) for x in others):
+                return []
+            calls.append(view.call)
             v = view.source
-        if path and (is_stale(v) or v.numel() > SMALL or set(map(type, path)) != {int}):
+        if calls and is_stale(v):
             return []
-        shown: Any = self.execution.numbers([v.id])[0]
-        return [functools.reduce(operator.getitem, path, shown)]
+        if plain and v.numel() <= SMALL and all(f is GETITEM for f, _, _ in calls):
+            path = [i for _, (_, x), _ in reversed(calls) for i in (x if type(x) is tuple else (x,))]
+            if set(map(type, path)) <= {int}:
+                shown: Any = self.execution.numbers([v.id])[0]
+                return [functools.reduce(operator.getitem, path, shown)]
+        with tracing(None), torch.no_grad():
+            (shown,) = self.execution.read([v.id])
+            for f, args, kwargs in reversed(calls):
+                shown = f(shown, *args[1:], **kwargs)
+        return [shown.tolist() if plain else shown]
 
     def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:
         """`_ask`, but for what calls of parameters alone gave: for such nobody waits."""

@@ -269,8 +269,11 @@ class RecordedCalls(Columns):
         error.again = self.changes.undo() and written_to(self.operands) is None
         error.begun = self.changes.begun
 
-    def forget_modules(self) -> None:
-        """Validate modules again at their next call: a mode, a parameter or a hook of one has changed."""
+    def forget_modules(self, module: torch.nn.Module | None = None) -> None:
+        """Validate modules again at their next call: a mode, a parameter or a hook of one has changed, of this module
+        where it is known; an instance's own is of no account."""
+        if id(module) in self.local:
+            return
         knowledge = self.knowledge
         self.copies = knowledge.places = knowledge.owners = None
         knowledge.call_table.clear()

@@ -438,8 +438,7 @@ def _changes_module(
     """A method that changes what a module is in other ways."""
     recorder.module_changes(self, plain.__name__)
     result = plain(self, *args, **kwargs)
-    if id(self) not in recorder.local:
-        recorder.forget_modules()
+    recorder.forget_modules(self)
     return result
 
 
@@ -485,8 +484,7 @@ def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: s
 @stands_for(torch.nn.Module, "__delattr__")
 def _delattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str) -> None:
     recorder.attribute_changes(self, name)
-    if id(self) not in recorder.local:
-        recorder.forget_modules()
+    recorder.forget_modules(self)
     plain(self, name)
 
 

@@ -638,6 +638,9 @@ NEEDS_STRIDES = frozenset({"reshape", "reshape_as", "flatten", "ravel", "contigu
 @contextlib.contextmanager
 def recorded_with(recorder: Any, grad: bool) -> Iterator[None]:
     """Record with gradients or without; after it, calls are recorded under the user's modes again."""
+    if torch.is_grad_enabled() is grad:
+        yield
+        return
     with torch.set_grad_enabled(grad):
         yield
     recorder.sync_modes()

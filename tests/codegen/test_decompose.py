@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
     "index_add, scaled": (lambda x, i, y: x.index_add(1, i, y, alpha=2), [D(4, 5), IDX([1, 0]), D(4, 2)]),
     "index_add, i32": (lambda x, i, y: x.index_add(0, i.int(), y), [D(5), IDX([1, 0, 1]), D(3)]),
     "index_add, bool": (lambda x, i: (x > 0).index_add(0, i, x[i] > 0), [D(5), IDX([1, 0, 1])]),
+    "index_select by a number": (lambda x, i: x.index_select(1, i), [D(5, 4, 3), IDX(2)]),
     "index_copy": (lambda x, i, y: x.index_copy(0, i, y), [D(5, 4), IDX([1, 0]), D(2, 4)]),
     "index_fill": (lambda x, i: x.index_fill(1, i, 2.0), [D(3, 5), IDX([1, -1])]),
     "index_put": (lambda x, i, y: x.index_put((i,), y), [D(5, 4), IDX([1, 0, 3]), D(3, 4)]),

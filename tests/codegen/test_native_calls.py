@@ -16,7 +16,7 @@ import fxbatch
 from fxbatch.codegen.native import CALLS, extension
 from fxbatch.codegen.native_lower import NativeProgram, make_program, records
 from fxbatch.codegen.native_table import Source
-from fxbatch.codegen.operation_graphs import add_call
+from fxbatch.codegen.operation_graphs import add_call, rows_node
 from tests.codegen.test_native import SAMPLES, graph_of, program_of, ran, run_native
 from tests.oracle import check_equal
 
@@ -70,6 +70,53 @@ def test_the_results_are_the_graphs(
     assert got is not None
     for a, b in zip(got, module(n, *ins), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def mask_of_numbers(g: Any, x: Any) -> list[Any]:
+    """What a body makes of numbers alone, as a mask: it reads no row."""
+    ones = call(g, aten.full.default, [6, 6], 1.0)
+    upper = call(g, aten.triu.default, ones, 1)
+    sums = call(g, aten.mm.default, x, call(g, aten.permute.default, upper, [1, 0]))
+    return [call(g, aten.relu.default, call(g, aten.sub.Tensor, x, sums))]
+
+
+def filter_a_row(g: Any, x: Any, w: Any) -> list[Any]:
+    """A convolution with a filter of its own for each row: as many groups as rows."""
+    n = rows_node(g)
+    rows, filters = call(g, aten.reshape.default, x, [1, n, 6]), call(g, aten.reshape.default, w, [n, 1, 3])
+    both = call(g, aten.convolution.default, rows, filters, None, [1], [0], [1], False, [0], n)
+    return [call(g, aten.tanh.default, call(g, aten.reshape.default, both, [n, 4]))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 300])
+def test_constants_and_numbers_of_rows(n: int) -> None:
+    """Kernels that were Python's as a whole: what no row needs is made once, and sizes are told by the tensors."""
+    for make, forms, name in (
+        (mask_of_numbers, ((6, F32),), "aten.triu.default"),
+        (filter_a_row, ((6, F32), (3, F32)), "aten.convolution.default"),
+    ):
+        module = graph_of(make, *forms)
+        assert program_of(module).calls == (name,)
+        ins = [torch.randn(n, *dims) for *dims, _ in forms]
+        got = run_native(module, n, ins)
+        assert got is not None
+        torch.testing.assert_close(got[0], module(n, *ins)[0])
+
+
+def test_what_is_made_of_parameters_alone_stays_pythons() -> None:
+    """It is made once a run there; and a large constant is not copied at each launch."""
+    shared, make = (
+        torch.randn(6, 6),
+        lambda g, x, w: [call(g, aten.mm.default, x, call(g, aten.triu.default, w))],
+    )
+    assert make_program(graph_of(make, (6, F32), shared=(shared,)), (shared,)) == "aten.triu.default"
+
+    def large(g: Any, x: Any) -> list[Any]:
+        return [
+            call(g, aten.mm.default, x, call(g, aten.triu.default, call(g, aten.full.default, [80, 80], 1.0)))
+        ]
+
+    assert make_program(graph_of(large, (80, F32)), ()) == "aten.triu.default"
 
 
 def test_random_numbers_stay_pythons() -> None:

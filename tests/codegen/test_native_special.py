@@ -40,6 +40,12 @@ ARGUMENTS: dict[str, tuple[Callable[..., tuple[Any, ...]], ...]] = {
     "elu": (lambda x: (x,), lambda x: (x, 0.5)),
     "elu_backward": tuple(lambda g, x, n=n: (g, n, 1.0, 1.0, False, x) for n in (1.0, 0.5)),
     "leaky_relu": (lambda x: (x,), lambda x: (x, 0.3)),
+    "pow": (lambda x: (x, 2), lambda x: (x, 2.0)),
+    **dict.fromkeys(
+        ("clamp_min.default", "clamp_max.default"),
+        tuple(lambda x, y, n=n: (x, n) for n in (0, 0.5, -1e30, math.inf)),
+    ),
+    "masked_fill": tuple(lambda mask, x, *_, n=n: (x, mask, n) for n in (0.0, -1e9, -math.inf, math.nan)),
     "leaky_relu_backward": (lambda g, x: (g, x, 0.01, False),),
 }
 
@@ -65,6 +71,8 @@ def assert_as_eager(given: torch.Tensor, eager: torch.Tensor, *, signs: bool = T
 CASES = [
     (loop.name, call) for loop in LOOPS for call in loop.aten
 ]  # each loop with each of the calls that it is
+
+NUMBERED = [(n, c) for n, c in CASES if c.endswith(".Scalar") and c.partition(".")[0] not in ARGUMENTS]
 
 
 def loop_of(name: str) -> Loop:
@@ -93,9 +101,7 @@ def check(make: Callable[..., Any], inputs: list[torch.Tensor], name: str) -> No
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "call"), [(n, c) for n, c in CASES if not c.endswith(".Scalar")], ids=lambda x: x
-)
+@pytest.mark.parametrize(("name", "call"), [x for x in CASES if x not in NUMBERED], ids=lambda x: x)
 def test_loops_of_tensors(name: str, call: str) -> None:
     types = loop_of(name).types.split()[1]
     target, short = operator.attrgetter(call)(aten), call.partition(".")[0]
@@ -105,7 +111,7 @@ def test_loops_of_tensors(name: str, call: str) -> None:
         if type(number) is float and "i" in types:
             continue
         kwargs = {key: number} if key else {}
-        for arguments in ARGUMENTS.get(short, (lambda *xs: xs,)):
+        for arguments in ARGUMENTS.get(call) or ARGUMENTS.get(short, (lambda *xs: xs,)):
             check(lambda g, *xs: [add_call(g, target, arguments(*xs), kwargs)], inputs, name)  # noqa: B023
 
 
@@ -127,9 +133,7 @@ def test_other_numbers_are_torchs(target: Any, arguments: Callable[..., tuple[An
     check(make, operands_of("f"), "a call")
 
 
-@pytest.mark.parametrize(
-    ("name", "call"), [(n, c) for n, c in CASES if c.endswith(".Scalar")], ids=lambda x: x
-)
+@pytest.mark.parametrize(("name", "call"), NUMBERED, ids=lambda x: x)
 def test_loops_of_tensors_and_numbers(name: str, call: str) -> None:
     types, target = loop_of(name).types.split()[1], operator.attrgetter(call)(aten)
     (x,) = operands_of(types[0])

@@ -816,3 +816,40 @@ def test_stacks_that_become_additions_don_t_run_between_others() -> None:
     assert [f.steps for f in families(model)] == [0]
     with torch.no_grad(), fxbatch.disabled():
         torch.testing.assert_close(found, model(batch))
+
+
+class Viterbi(nn.Module):
+    """Waits for a value at each row of what an encoder gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4))
+        self.moves = nn.Parameter(torch.randn(4, 4))
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, sentence: Sentence) -> tuple[list[int], torch.Tensor]:
+        best, score = [], torch.zeros(4)
+        for scores in self.encoder(sentence.words):
+            score, before = (score + self.moves).max(1)
+            score = score + scores
+            best.append(before.tolist())
+        return best, score
+
+
+def test_rows_that_later_phases_read_go_to_the_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first phase: those after it are recorded calls alone, and no program is made anew for each."""
+    made, left = [], packed_calls._Resolution.program_left
+    monkeypatch.setattr(packed_calls._Resolution, "program_left", lambda *args: made.append(1) or left(*args))
+    torch.manual_seed(0)
+    model = Viterbi()
+    for _ in range(4):
+        sentences = [Sentence(n) for n in (3, 9, 12, 5, 7, 10, 11, 8)]
+        made.clear()
+        with torch.no_grad():
+            results = model(sentences)
+            with fxbatch.disabled():
+                expected = model(sentences)
+        for result, wanted in zip(results, expected, strict=True):
+            assert result[0] == wanted[0]
+            torch.testing.assert_close(result[1], wanted[1])
+    assert 1 <= len(made) <= 2, "of twelve phases"

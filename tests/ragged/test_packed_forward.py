@@ -288,6 +288,33 @@ def test_a_loop_over_the_size_is_recorded() -> None:
     assert not variants_of(model)
 
 
+def test_instances_that_are_never_alike_are_not_looked_through_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lists of another length each (steps of a game, with their rewards), beside a tensor."""
+    looks, look = [], packed_forward._of_containers
+    monkeypatch.setattr(
+        packed_forward, "_of_containers", lambda *args, **kw: looks.append(1) or look(*args, **kw)
+    )
+
+    class Game(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, frames: torch.Tensor, rewards: list[float]) -> torch.Tensor:
+            return torch.stack([self.layer(x) * r for x, r in zip(frames, rewards, strict=True)]).sum()
+
+    game = Game()
+    for _ in range(12):
+        frames, rewards = [torch.randn(n, 4) for n in (2, 3, 5)], [[0.5] * n for n in (2, 3, 5)]
+        results = game(frames, rewards)
+        with fxbatch.disabled():
+            torch.testing.assert_close(results, game(frames, rewards))
+    assert len(looks) == packed_forward.MOST_UNLIKE + 1
+
+
 def test_a_forward_with_effects_is_not_packed() -> None:
     class Counts(Mean):
         seen = 0

@@ -158,6 +158,21 @@ def test_what_is_faster_batched_is_always_batched_and_seldom_timed(n: int, batch
     assert sum(choice.timing is not None for choice in found) == 2 * len(with_scouts)
 
 
+@pytest.mark.parametrize(
+    ("alone", "rounds"), [(True, {1.3: 1, 1.1: 2, 1.05: 3}), (False, {1.6: 1, 1.3: 2, 1.2: 3})]
+)
+def test_how_much_slower_batching_may_be_depends_on_what_the_clock_counts(
+    alone: bool, rounds: dict[float, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thread, or of the wall, on which other work counts."""
+    monkeypatch.setattr(stopwatch, "is_alone", lambda: alone)
+    for ratio, wanted in rounds.items():
+        strategy = Strategy()
+        found = [run(strategy, 64, Times(1.0, ratio)) for _ in range(100)]
+        last = [choice.batches for choice in found].index(False)
+        assert sum(choice.scouts > 0 for choice in found[:last]) == wanted, ratio
+
+
 @pytest.mark.parametrize(("ratio", "most"), [(1.1, 1.1), (1.3, 1.1), (2.0, 1.2), (5.0, 1.3)])
 def test_where_the_loop_is_faster_it_runs_and_finding_out_costs_little(ratio: float, most: float) -> None:
     strategy = Strategy()
@@ -292,7 +307,7 @@ def test_what_was_spent_on_other_minibatches_is_not_counted() -> None:
     assert loops(strategy, 64, evaluation, 3 + RETIMED) == [False] * (2 + RETIMED) + [True]
 
 
-def test_a_few_instances_that_take_far_longer_than_the_loop_for_all_are_tried_twice() -> None:
+def test_a_few_instances_that_take_longer_than_the_loop_for_all_are_tried_twice() -> None:
     """In the first trial all is new; more instances are begun in each."""
 
     def trials(seconds: float) -> int:

@@ -124,6 +124,31 @@ def test_rows_of_what_has_run_are_not_waited_for() -> None:
     assert len(recording.statistics.phases) == 3, "of the best, of what was written, of the sum"
 
 
+def test_tensors_and_views_of_what_has_run_are_not_waited_for() -> None:
+    """Scores that are read one after another, as old parsers do; of what was written to since, the new numbers."""
+    index = torch.tensor([1, 0])
+
+    def fn(x: Any) -> Any:
+        rows = [torch.tanh(value(x)[i : i + 1] * (i + 1)) for i in range(4)]
+        asked = [
+            (
+                y.data.numpy()[0, 0].item(), y.detach().numpy().tolist(), y.squeeze().tolist(), y[0, 1].item(),
+                y.view(-1)[1:].data.tolist(), y.t()[2].item(), y.unsqueeze(0).transpose(0, 1).numpy().tolist(),
+            )
+            for y in rows
+        ]  # fmt: skip
+        rows[0][0] += 1
+        rows[1].data.mul_(2)
+        return *asked, rows[0].data.numpy().tolist(), rows[1].numpy().tolist(), rows[2][:, index].tolist()
+
+    xs = [torch.randn(4, 3) for _ in range(4)]
+    with torch.no_grad():
+        found, recording, _ = recorded(fn, xs)
+        with fxbatch.disabled():
+            assert found == [fn(x) for x in xs]
+    assert len(recording.statistics.phases) == 3, "of the rows, of what was written, of what an index takes"
+
+
 def test_places_are_the_lines_of_the_user() -> None:
     assert line_of(user_place()) == user_line()
     assert line_of(None) == ""
