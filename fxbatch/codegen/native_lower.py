@@ -73,9 +73,7 @@ from fxbatch.codegen.simplify import constant_value, is_random
 
 aten = torch.ops.aten
 UNUSED = Operand()
-MOST_CONSTANT = (
-    4096  # elements of a constant that is copied at each launch; of a larger one Python makes it once a run
-)
+MOST_CONSTANT = 4096  # elements of a constant that each launch copies; a larger one Python makes once a run
 SHORT = 16  # elements of a dimension that is added up one addition after another
 
 

@@ -458,28 +458,29 @@ class Turns:
     def _shown(self, v: Value, plain: bool) -> list[Any]:
         """What a value holds that has run, or a view of such a one (`best[0][k]`, `scores.detach()`); nothing for
         others."""
-        calls = []
+        views = []
         while not self.recorder.has_run(v):
             view = view_of(v)
-            if view is None or view.call is None or view.output or is_stale(v):
+            if view is None or view.call is None or is_stale(v):
                 return []
             _, args, kwargs = view.call
             others = tree_leaves((args[1:], kwargs)) if kwargs or len(args) > 1 else ()
             if args[0] is not view.source or any(isinstance(x, torch.Tensor) for x in others):
                 return []
-            calls.append(view.call)
+            views.append((*view.call, view.output))
             v = view.source
-        if calls and is_stale(v):
+        if views and is_stale(v):
             return []
-        if plain and v.numel() <= SMALL and all(f is GETITEM for f, _, _ in calls):
-            path = [i for _, (_, x), _ in reversed(calls) for i in (x if type(x) is tuple else (x,))]
+        if plain and v.numel() <= SMALL and all(f is GETITEM for f, *_ in views):
+            path = [i for _, (_, x), *_ in reversed(views) for i in (x if type(x) is tuple else (x,))]
             if set(map(type, path)) <= {int}:
                 shown: Any = self.execution.numbers([v.id])[0]
                 return [functools.reduce(operator.getitem, path, shown)]
         with tracing(None), torch.no_grad():
             (shown,) = self.execution.read([v.id])
-            for f, args, kwargs in reversed(calls):
+            for f, args, kwargs, output in reversed(views):
                 shown = f(shown, *args[1:], **kwargs)
+                shown = shown if isinstance(shown, torch.Tensor) else tree_leaves(shown)[output]
         return [shown.tolist() if plain else shown]
 
     def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:

@@ -134,6 +134,7 @@ def test_tensors_and_views_of_what_has_run_are_not_waited_for() -> None:
             (
                 y.data.numpy()[0, 0].item(), y.detach().numpy().tolist(), y.squeeze().tolist(), y[0, 1].item(),
                 y.view(-1)[1:].data.tolist(), y.t()[2].item(), y.unsqueeze(0).transpose(0, 1).numpy().tolist(),
+                [z.tolist() for z in (*y[0].unbind(0), *y.split(2, 1), *y.chunk(3, 1))], y.chunk(2, 1)[1][0].tolist(),
             )
             for y in rows
         ]  # fmt: skip
