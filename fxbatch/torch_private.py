@@ -81,6 +81,10 @@ from torch.utils._pytree import register_pytree_node as register_node
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.checkpoint import _StopRecomputationError as EndOfCheckpoint
 
+# Checked against 2.11.0 and 2.13.0: what torch.are_deterministic_algorithms_enabled() asks, without a frame of Python:
+# it is asked at each wait of each instance.
+are_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+
 
 def backward_keeps_graph() -> bool:
     """Whether the backward pass under way was asked to retain the graph. Checked: 2.11.0, 2.13.0."""

@@ -50,6 +50,7 @@ from fxbatch.runtime.structure_cache import (
     PlanKey,
     StructureCache,
 )
+from fxbatch.torch_private import are_deterministic
 
 
 class _PerThread(threading.local):
@@ -159,8 +160,7 @@ class Planner:
     @property
     def strategy(self) -> Strategy | None:
         """The object that chooses between batching and the plain loop; None if everything is to be batched."""
-        chooses = AdaptiveSwitch.on and not torch.are_deterministic_algorithms_enabled()
-        return self._strategy if chooses else None
+        return self._strategy if AdaptiveSwitch.on and not are_deterministic() else None
 
     @property
     def may_loop(self) -> bool:

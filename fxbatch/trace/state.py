@@ -25,6 +25,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Modes
 from fxbatch.torch_private import (
     any_autocast,
+    are_deterministic,
     function_mode_count,
     function_modes,
     set_grad_enabled,
@@ -128,8 +129,7 @@ def plain_tensors() -> Iterator[None]:
 
 def settings_now() -> tuple[object, ...]:
     """Settings that a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), is_deterministic
+    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()
 
 
 _AUTOCAST_KINDS = ("cpu", "cuda")
