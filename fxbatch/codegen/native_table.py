@@ -234,7 +234,8 @@ RECORDS = (Base, Operand, Instruction, Dimension, View, Source, Arena, Array, Co
 # -- operations
 
 _SUMS = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Tensor", "rsub.Scalar")
-_CLAMPS, _CLAMPS_MAX = ("clamp_min.default", "clamp_min.Tensor"), ("clamp_max.default", "clamp_max.Tensor")
+_AT_LEAST = ("maximum.default", "clamp_min.default", "clamp_min.Tensor")
+_AT_MOST = ("minimum.default", "clamp_max.default", "clamp_max.Tensor")
 LOOPS = (
     Loop("copy", "a[i]", "f f"),
     Loop("neg", "-a[i]", "f f", ("neg.default",)),
@@ -253,8 +254,8 @@ LOOPS = (
     Loop("mul", "a[i] * b[i]", "f ff", ("mul.Tensor", "mul.Scalar")),
     Loop("div", "a[i] / b[i]", "f ff", ("div.Tensor", "div.Scalar")),
     Loop("square", "a[i] * a[i]", "f f", ("pow.Tensor_Scalar",)),
-    Loop("maximum", "a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", ("maximum.default", *_CLAMPS)),
-    Loop("minimum", "a[i] < b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", ("minimum.default", *_CLAMPS_MAX)),
+    Loop("maximum", "a[i] > b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", _AT_LEAST),
+    Loop("minimum", "a[i] < b[i] || a[i] != a[i] ? a[i] : b[i]", "f ff", _AT_MOST),
     Loop("sigmoid_backward", "a[i] * (1.0f - b[i]) * b[i]", "f ff", ("sigmoid_backward.default",)),
     Loop("tanh_backward", "a[i] * (1.0f - b[i] * b[i])", "f ff", ("tanh_backward.default",)),
     Loop("threshold_backward", "b[i] <= k ? 0.0f : a[i]", "f ff", ("threshold_backward.default",)),

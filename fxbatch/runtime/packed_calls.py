@@ -377,7 +377,7 @@ class PackedCalls:
         can_run = packed and _some_can_run(program, packed)
         apart = packed if in_parts else {}  # of those that may wait for others of the phase
         cost = {s: _launches(run, program.signatures[s], family) for s, family in apart.items()}
-        launches = sum(met.item(s) * n if n else 1 for s, n in cost.items())
+        launches = sum(met.item(s) * n or 1 for s, n in cost.items())
         waits = _waiting(program, packed) if launches >= SAVES else None  # SAVES a segment
         if waits is not None and not _first_of_segments(program, packed, cost, waits).any():
             waits = None

@@ -80,12 +80,9 @@ class ValueTensors:
                 if not is_of_packed(payload):
                     self.put(constants, payload)
                     continue
-                of_packed = [isinstance(x, PackedColumn) for x in payload.sources]
                 columns: list[Column] = [x if isinstance(x, PackedColumn) else [x] for x in payload.sources]
                 numbers = np.array(list(map(self.number_of, columns)))[payload.source]
-                self.put_apart(
-                    constants, numbers, np.where(np.array(of_packed)[payload.source], payload.row, 0)
-                )
+                self.put_apart(constants, numbers, np.maximum(payload.row, 0))
         return self._column[values], self._place[values]
 
     def column_of(self, values: np.ndarray) -> tuple[PackedColumn, np.ndarray] | None:
