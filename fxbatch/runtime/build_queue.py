@@ -45,6 +45,15 @@ class CallByCall(Protocol):
 
 
 @dataclass
+class RunsOtherwise:
+    """An operation whose calls are packed with those of other sizes, and may have a graph for theirs."""
+
+    seconds = 0.0
+    expected = 0.0
+    otherwise: float = 0.0  # seconds that they have taken
+
+
+@dataclass
 class _Waiting:
     operation: CallByCall
     build: Callable[[float], object]
@@ -119,6 +128,14 @@ class BuildQueue:
                 waiting.comes_again = True
                 self._looked = False  # its calls have taken longer by now
 
+    def runs_otherwise(self, key: Hashable, seconds: float, build: Callable[[float], object]) -> None:
+        """Let an operation wait whose calls took so long another way."""
+        waiting = self._waiting.get(key)
+        operation = RunsOtherwise() if waiting is None else waiting.operation
+        assert isinstance(operation, RunsOtherwise)
+        operation.otherwise += seconds
+        self.put(key, operation, build)
+
     def earn(self, *, seconds: float, loop: float, batched: bool = False, guessed: float = 0.0) -> None:
         """Time for building, after a minibatch that took so long, where the loop takes so long. batched: whether some
         of it was batched. guessed: of the seconds, what its backward pass may take, where none was batched yet."""
@@ -150,16 +167,22 @@ class BuildQueue:
         """The next to be built, which waits no longer; None where nothing is worth it."""
         with self._lock:
             again = [x for x in self._waiting.items() if x[1].comes_again]
-            worth = [x for x in again if self._is_worth_building(x[1].operation)]
+            worth = [x for x in again if self._is_worth_building(x[1])]
             if worth:
                 return self._waiting.pop(max(worth, key=lambda x: x[1].operation.seconds)[0])
             self._looked = True
             return None
 
-    def _is_worth_building(self, operation: CallByCall) -> bool:
+    def _is_worth_building(self, waiting: _Waiting) -> bool:
         """Whether its calls have taken a good part of what it takes to be built: as long as those before it, where
-        nothing else is known."""
-        seconds, count = self._builds
+        nothing else is known. What runs otherwise is built of what was earned, for what it takes in AHEAD minibatches.
+        """
+        (seconds, count), operation = self._builds, waiting.operation
         if operation.expected:
             return operation.seconds >= operation.expected <= LONGEST
-        return not count or SELDOM * operation.seconds * count >= seconds
+        taken = operation.seconds
+        if isinstance(operation, RunsOtherwise):
+            if self.earned <= 0.0:
+                return False
+            taken = AHEAD * operation.otherwise / max(1, self._minibatches - waiting.minibatch)
+        return not count or SELDOM * taken * count >= seconds

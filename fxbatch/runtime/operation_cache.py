@@ -49,6 +49,7 @@ class Met:
     calls: int = NEW  # that ran call by call, while its graphs wait; ENOUGH_CALLS where they don't
     inputs: tuple[bool, ...] = ()  # which needed gradients, once some did
     late: bool = True  # whether it ran call by call last
+    is_large: bool = False  # whether it was tried to be built, and is of too many calls
 
 
 class MetSignatures:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,9 +24,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from fxbatch import stopwatch
 from fxbatch.caches import guard
 from fxbatch.ir import Program, Signature, Slot, TensorSpec
 from fxbatch.mistakes import report
+from fxbatch.passes.deduplicate import deduplicate
 from fxbatch.passes.select import calls_behind, eliminate_dead, met_alone, number_segments, select_calls
 from fxbatch.passes.unstack_rows import ALL, LIFTED, NO_ROW, row_read
 from fxbatch.passes.unstack_sums import summed_stacks
@@ -49,6 +52,7 @@ MANY = 16  # from which on one of a function is built, whether its calls can run
 LONG = 8  # rows of the longest stack that a family has: shorter ones are children of a node, of which there are many
 MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
+FEW = 4  # calls, from which on one step for all takes less than one for each
 STACKS = 4  # of an instance on average
 SAVES = 40  # launches, from which on a segment of a phase is worth planning
 SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
@@ -374,7 +378,7 @@ class PackedCalls:
         assert table is not None
         tensors.make_room(program.values)
         packed, met = self.families_in(program), np.bincount(program.sig)
-        can_run = packed and _some_can_run(program, packed)
+        can_run = packed and _can_run(program, packed).any()
         apart = packed if in_parts else {}  # of those that may wait for others of the phase
         cost = {s: _launches(run, program.signatures[s], family) for s, family in apart.items()}
         launches = sum(met.item(s) * n or 1 for s, n in cost.items())
@@ -405,28 +409,36 @@ class PackedCalls:
         cost: Mapping[int, int],
         waiting: np.ndarray,
     ) -> None:
-        """Run what these packed calls wait for, and these, in turns."""
-        p = work.program
+        """Run what these packed calls wait for, and these, in turns; graphs for their sizes may be built later."""
+        p, seconds = work.program, 0.0
         while True:
             waits = waiting & work.left
             first = _first_of_segments(p, packed, cost, waits)
             if not first.any():
-                return
+                break
             behind = calls_behind(p, p.inputs[first[p.reader]]) & work.left & ~waits
             if behind.any():
                 run.execute(met_alone(_at_hand(work.program_left(table, behind))), last=False)
                 work.ran |= behind
+            begun = stopwatch.now()
             self._run_packed(work, packed, grad=run.grad)
+            seconds += stopwatch.now() - begun
             work.take_rows()
             if (first & ~work.resolved).any():
-                return
+                break
+        ran = {s: np.count_nonzero(waiting & work.resolved & (p.sig == s)) for s, n in cost.items() if n}
+        for s, n in ran.items():
+            if n:
+                run.planner.await_graph(p.signatures[s], seconds * n / sum(ran.values()))
 
     def families_in(self, program: Program) -> dict[int, CallFamily]:
-        """By their signatures, whose functions run calls of a program."""
+        """By their signatures, whose functions run calls of a program; none where there is but one call for each step,
+        in which a packed call takes several times as long."""
         called = {s: program.signatures[s] for s in np.bincount(program.sig).nonzero()[0].tolist()}
         of = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
         may_try = self.may_try(PackedRoute.seconds_to_try)
-        return {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
+        packed = {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
+        return {} if program.instances == 1 and _follow_one_another(program, packed) else packed
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
         """Run those calls whose inputs are at hand."""
@@ -496,14 +508,20 @@ def _calls_of(program: Program, signatures: Collection[int]) -> np.ndarray:
     return of.take(program.sig)
 
 
-def _some_can_run(program: Program, packed: Collection[int]) -> bool:
-    """Whether a call of these signatures reads constants alone, and values of earlier phases."""
+def _can_run(program: Program, packed: Collection[int]) -> np.ndarray:
+    """bool [calls]: those of these signatures that read constants alone, and values of earlier phases."""
     constant = program.columns.constant
     waiting = _calls_of(program, packed)
     reads = np.flatnonzero(waiting[program.reader])
     maker = program.makers(program.inputs[reads])
     waiting[program.reader[reads[(maker >= 0) & ~constant[program.sig[maker]]]]] = False
-    return bool(waiting.any())
+    return waiting
+
+
+def _follow_one_another(program: Program, packed: Mapping[int, CallFamily]) -> bool:
+    """Whether hardly any calls of one family can run at once, of those that wait for no others."""
+    at_once = Counter(packed[s] for s in program.sig[_can_run(program, packed)].tolist())
+    return max(at_once.values(), default=0) < FEW
 
 
 def _launches(run: Run, signature: Signature, family: CallFamily) -> int:
@@ -888,6 +906,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     if not _waiting(program, packed.families_in(program)).any():
         return program
     program = run.planner.take_rows_first(met_alone(eliminate_dead(program)))
+    if run.planner.options.deduplicate:
+        program = _without_equal(program, packed.families_in(program))
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(run, program))
@@ -899,6 +919,13 @@ def after_packed_calls(run: Run, program: Program) -> Program:
             return _at_hand(program)
         before = left
         program = _run_first(run, table, program, waits, waits & (_segment_of(program, waits) == 0))
+
+
+def _without_equal(program: Program, packed: Collection[int]) -> Program:
+    """The program with each computation once, where packed calls are among those that come again: all rows of a
+    sentence at each step of a decoder."""
+    smaller = deduplicate(program)
+    return smaller if _calls_of(smaller, packed).sum() < _calls_of(program, packed).sum() else program
 
 
 def _too_often(program: Program, packed: Mapping[int, CallFamily], waits: np.ndarray) -> bool:

@@ -157,6 +157,19 @@ class Planner:
                 fuser.refuse(signature)  # its members may batch: from the next minibatch on they are tried
         return compiled
 
+    def await_graph(self, signature: Signature, seconds: float) -> None:
+        """Calls took so long by another way, without gradients: its graph is built when that is worth it."""
+        met = self.met.of(signature)
+        if not self.queue.is_bounded or met.is_large:
+            return
+        needs = (False,) * len(signature.inputs), (False,) * len(signature.shared)
+
+        def build(_: float) -> None:
+            shared = [s.resolve() for s in signature.shared]
+            met.is_large = self.compiled(signature, needs, shared, False, most=LARGE).is_late
+
+        self.queue.runs_otherwise((id(signature), "otherwise"), seconds, build)
+
     @property
     def strategy(self) -> Strategy | None:
         """The object that chooses between batching and the plain loop; None if everything is to be batched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from typing import Any
@@ -18,7 +19,9 @@ from fxbatch import mistakes
 from fxbatch.errors import InternalWarning
 from fxbatch.ragged import check
 from fxbatch.runtime import packed_calls
+from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.packed_calls import CallFamily
+from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
 from fxbatch.trace import table
 from fxbatch.trace.constants import RowColumn
 from tests.oracle import check_equal
@@ -765,6 +768,75 @@ def test_calls_of_few_sizes_are_packed_between_others_however_many_there_were() 
     assert calls > 1500, calls
 
 
+def test_sizes_that_come_again_have_graphs_once_their_packed_calls_have_taken_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While they wait for graphs they are packed; thereafter they are calls like others, all of a length at once."""
+    torch.manual_seed(3)
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    monkeypatch.setattr(Strategy, "choose", lambda *_, **__: Choice(True))
+    monkeypatch.setattr(Strategy, "loop_seconds", lambda *_, **__: 1.0)
+    monkeypatch.setattr(BuildQueue, "may_build", lambda _, calls=None, **__: calls is None)
+    built = False
+    monkeypatch.setattr(BuildQueue, "_is_worth_building", lambda *_: built)
+
+    class Default(AttentiveDecoder):
+        forward = fxbatch.autobatch(AttentiveDecoder.forward.__wrapped__, out="list")
+
+    model = Default()
+    batch = [Sentence(9 + n % 5) for n in range(30)]
+    packed = []
+    with torch.no_grad():
+        for minibatch in range(14):
+            built = minibatch >= 7
+            outputs = model(batch)
+            packed.append(sum(f.calls for f in families(model)))
+        with fxbatch.disabled():
+            for ours, theirs in zip(outputs, model(batch), strict=True):
+                torch.testing.assert_close(ours, theirs)
+    assert packed[6] - packed[5] > 1500 and packed[-1] - packed[-2] < 500, packed
+
+
+class Blending(Parser):
+    """A pointer network, which blends all states of its sentence anew at each step, and gives them out twice."""
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, s: Sentence) -> tuple[torch.Tensor, ...]:
+        states = self.encoder(self.embed(s.words))
+        h = states[0]
+        for i in range(len(s.words)):
+            h = torch.tanh(h + self.out(states)[i].sum())
+        return h, self.out(states), self.out(states)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_equal_packed_calls_are_one(grad: bool) -> None:
+    torch.manual_seed(3)
+    model = Blending()
+    batch = [Sentence(n) for n in range(5, 35)]
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):  # in the first functions are built
+            model(batch)
+        (projection,) = [f for f in families(model) if f.signature and "out" in f.signature.name]
+        before = projection.calls
+        found = model(batch)
+        with fxbatch.disabled():
+            wanted = model(batch)
+    assert projection.calls - before == len(batch)
+    gradients = []
+    for results in (found, wanted) if grad else ():
+        sum(x.square().sum() for each in results for x in each).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    for mine, others in itertools.combinations(gradients, 2):
+        torch.testing.assert_close(mine, others)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        ours[1].data.fill_(9.0)
+        torch.testing.assert_close(ours[2], theirs[2])  # tensors of its own
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_where_functions_differ_a_forward_that_waits_goes_on(
@@ -853,3 +925,34 @@ def test_rows_that_later_phases_read_go_to_the_memory_at_once(monkeypatch: pytes
             assert result[0] == wanted[0]
             torch.testing.assert_close(result[1], wanted[1])
     assert 1 <= len(made) <= 2, "of twelve phases"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_calls_of_one_instance_are_packed_where_many_run_at_once(grad: bool) -> None:
+    """One after the other they would be as many steps, each slower than the call."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        @fxbatch.autobatch(adaptive=False, out="list")
+        def forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+            x = torch.stack(rows)
+            for _ in range(6):
+                x = self.layer(x)
+            return x.sum()
+
+    torch.manual_seed(3)
+    model = Chain()
+
+    many, one = [[list(torch.randn(n, 8)) for n in lengths] for lengths in (range(9, 39), [12])]
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):  # functions are built
+            model(many)
+        for batch in (many, one):
+            before = sum(f.steps for f in families(model))
+            found = model(batch)
+            with fxbatch.disabled():
+                torch.testing.assert_close(found, model(batch))
+            assert (sum(f.steps for f in families(model)) > before) == (batch is many)

@@ -174,6 +174,33 @@ def test_what_is_large_waits_until_its_calls_have_taken_a_part_of_what_it_takes(
     assert queue.build() == 1 and allowed == [1.0], "larger ones never are"
 
 
+def test_what_runs_otherwise_is_built_for_what_it_takes_in_each_minibatch(clock: Clock) -> None:
+    """However long it has waited: a packed call of a size that seldom comes is never built, nor anything ahead."""
+    queue, built = BuildQueue(), []
+
+    def build(_: float) -> None:
+        with building():
+            clock.time += 1.0
+        built.append(len(built))
+
+    for minibatch in range(100):
+        with queue.minibatch(8, loop=9.0):
+            if minibatch < 2:
+                queue.put("first", Late(9.0), build)
+            queue.runs_otherwise("often", 1.02 / SELDOM / AHEAD, build)
+            queue.runs_otherwise("seldom", 0.9 / SELDOM / AHEAD, build)
+    for seconds, count in ((99.0, 1), (0.0, 2)):
+        queue.earn(seconds=seconds, loop=9.0, batched=True)
+        queue._ahead = AHEAD * 99.0
+        for _ in range(3):
+            queue.build()
+        assert len(built) == count
+        queue.earned = 0.0
+        with queue.minibatch(8, loop=9.0):
+            queue.runs_otherwise("often", 1.02 / SELDOM / AHEAD, build)
+    assert set(queue._waiting) == {"seldom", "often"}
+
+
 def test_what_few_instances_call_waits_and_is_built_once_it_has_taken_long(clock: Clock) -> None:
     queue, seldom, built = BuildQueue(), Late(0.01), []
 
