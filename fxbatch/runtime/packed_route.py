@@ -48,7 +48,7 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not self.may_try(self.seconds_to_try):
+            if not _sizes_differ(instances) or not (self.options.plain or self.may_try(self.seconds_to_try)):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward

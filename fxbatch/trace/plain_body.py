@@ -97,6 +97,7 @@ class Walk:
         self._names: dict[object, tuple[frozenset[str], frozenset[str]]] = {}  # `stored_names` of functions
         self._memo: dict[object, Thing] = {}
         self._recursive: set[object] = set()
+        self._walked: set[object] = set()  # functions
         self._torchs: set[int] = set()
         self._line = ""
         self.tree = {} if roots.module is None else {
@@ -105,6 +106,12 @@ class Walk:
 
     def start(self) -> None:
         """Walk; NotPlain where the body is not."""
+        try:
+            self._start()
+        except RecursionError:
+            self.refuse("calls functions that call others more deeply than is looked into")
+
+    def _start(self) -> None:
         module, method, function = self.roots.module, self.roots.method, self.roots.function
         if module is not None and function is None:
             owner = Thing(module, "self")
@@ -220,7 +227,10 @@ class Walk:
         if isinstance(x, torch.nn.Module):
             return self._of_module(x, name, path)
         if isinstance(x, Parent):
-            rest = type(x.module).__mro__[type(x.module).__mro__.index(x.after) + 1 :]
+            classes = type(x.module).__mro__
+            if x.after not in classes:  # the method is another object's
+                return self.refuse(f"reads {path}")
+            rest = classes[classes.index(x.after) + 1 :]
             owner = next((c for c in rest if name in c.__dict__), None)
             if owner is None:
                 return DATA
@@ -556,6 +566,11 @@ class Walk:
                 self._recursive.add(key)
                 return DATA
             return result
+        if self.roots.loose:  # each function once, with each of the modules that it is given
+            modules = [t for x in variables.values() for t in x if isinstance(t.object, torch.nn.Module)]
+            if (once := (node, frozenset(modules))) in self._walked:
+                return DATA
+            self._walked.add(once)
         self._calls[key] = None
         scope = Scope(node, globals_, cells, around, names, variables)
         line = self._line

@@ -331,8 +331,8 @@ _refused = _Refused()
 
 @contextlib.contextmanager
 def functions_refused(error: Callable[[str], Exception]) -> Iterator[None]:
-    """In it this thread raises where a torch.autograd.Function meets fake tensors: it has derivatives of its own, which
-    a graph of operators would lose."""
+    """In it this thread raises where a torch.autograd.Function meets fake tensors that may have gradients: it has
+    derivatives of its own, which a graph of operators would lose."""
     before, _refused.error = _refused.error, error
     try:
         with patched():
@@ -341,9 +341,17 @@ def functions_refused(error: Callable[[str], Exception]) -> Iterator[None]:
         _refused.error = before
 
 
+def _may_have_gradients(x: object) -> bool:
+    return isinstance(x, FakeTensor) and (x.is_floating_point() or x.is_complex())
+
+
 def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
-    if _refused.error is not None and any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs))):
+    if _refused.error is not None and any(map(_may_have_gradients, tree_leaves((args, kwargs)))):
         raise _refused.error(f"{cls.__name__} has derivatives of its own")
+    if (
+        _refused.error is not None and cls.generate_vmap_rule
+    ):  # its operators are traced, inside `torch.vmap` too
+        return cls.forward(*args, **kwargs)
     recorder = state.recorder
     if recorder is not None and cls is CheckpointFunction:
         return _not_checkpointed(*args)
