@@ -460,21 +460,9 @@ for _name, (_, _operator) in BINARY.items():
     setattr(Value, _name, _operator)
 
 
-def _operator_in_place(name: str) -> Callable[[Any, object], object]:
-    func = getattr(torch.Tensor, name)
-
-    def method(self: Value, other: object) -> object:
-        return (
-            self._recorder.call(func, (self, other), {}) if isinstance(other, _OPERANDS) else NotImplemented
-        )
-
-    method.__name__ = name
-    return method
-
-
 for _name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"):
     if hasattr(torch.Tensor, _name):
-        setattr(Value, _name, _operator_in_place(_name))
+        setattr(Value, _name, _binary(_name)[1])
 
 
 def set_attribute(func: object, args: Any) -> None:
