@@ -53,13 +53,3 @@ class Recorder(RecordedCalls):
         if self.over or state.recorder is not self:
             return self.call(torch.Tensor.__getitem__, (v, index), {})
         return call_row(self, v, index)
-
-    def laid_out(self, v: Value) -> torch.Tensor:
-        """The tensor that a value has become. TraceError while the call goes on: strides are not known then."""
-        real = self.tensor(v)
-        if real is None:
-            raise TraceError(
-                "where a value lies in memory can't be told before it is computed; contiguous(), reshape() and clone() "
-                f"need not know it{at_line()}"
-            )
-        return real

@@ -424,6 +424,13 @@ class RecordedCalls(Columns):
         """The tensor that a value has become, None while its call goes on."""
         return self.give([v])[0] if self.over and self.give is not None else None
 
+    def real_tensor(self, v: Value, refusal: str) -> torch.Tensor:
+        """The tensor that a value has become; TraceError with this text while its call goes on."""
+        real = self.tensor(v)
+        if real is None:
+            raise TraceError(f"{refusal}{at_line()}")
+        return real
+
     def can_read(self) -> bool:
         """Whether a value can be asked for now, here."""
         return self.ask is not None and (state.recorder is self or bool(self.over))

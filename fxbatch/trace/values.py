@@ -244,18 +244,25 @@ class Value(torch.Tensor):
 
     # Where it would lie in memory
 
+    def _laid_out(self) -> Any:
+        return self._recorder.real_tensor(
+            self,
+            "where a value lies in memory can't be told before it is computed; contiguous(), reshape() and clone() "
+            "need not know it",
+        )
+
     def stride(self, dim: int | None = None) -> Any:
-        strides = self._recorder.laid_out(self).stride()
+        strides = self._laid_out().stride()
         return strides if dim is None else strides[dim]
 
     def storage_offset(self) -> int:
-        return int(self._recorder.laid_out(self).storage_offset())
+        return int(self._laid_out().storage_offset())
 
     def is_contiguous(self, *args: object, **kwargs: object) -> bool:
-        return self._recorder.laid_out(self).is_contiguous(*args, **kwargs)
+        return self._laid_out().is_contiguous(*args, **kwargs)
 
     def dim_order(self, *args: object, **kwargs: object) -> tuple[int, ...]:
-        return self._recorder.laid_out(self).dim_order(*args, **kwargs)
+        return self._laid_out().dim_order(*args, **kwargs)
 
     def __len__(self) -> int:
         shape = self._recorder.table.sizes[self._type]
@@ -384,12 +391,8 @@ class Value(torch.Tensor):
         return self.detach()  # as torch makes it: the same memory, a leaf
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        real = self._recorder.tensor(self)
-        if real is not None:
-            return real.__reduce_ex__(protocol)
-        raise TraceError(
-            f"a value can't be pickled: it has no content until its minibatch has run{at_line()}"
-        )
+        refusal = "a value can't be pickled: it has no content until its minibatch has run"
+        return self._recorder.real_tensor(self, refusal).__reduce_ex__(protocol)
 
     # What a tensor is beside its numbers
 
@@ -412,18 +415,11 @@ class Value(torch.Tensor):
         return self
 
     def retain_grad(self) -> None:
-        real = self._recorder.tensor(self)
-        if real is not None:
-            return real.retain_grad()
-        raise TraceError(f"retain_grad() on a value can't be recorded{at_line()}")
+        self._recorder.real_tensor(self, "retain_grad() on a value can't be recorded").retain_grad()
 
     def register_hook(self, hook: object) -> object:
-        real = self._recorder.tensor(self)
-        if real is not None:
-            return real.register_hook(hook)
-        raise TraceError(
-            f"register_hook() on a value can't be recorded: register it on a result or a parameter{at_line()}"
-        )
+        refusal = "register_hook() on a value can't be recorded: register it on a result or a parameter"
+        return self._recorder.real_tensor(self, refusal).register_hook(hook)
 
 
 class RecordedGradient:
