@@ -41,7 +41,6 @@ from fxbatch.torch_private import (
     outside_functorch,
     reparametrized,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     without_saved_tensor_hooks,
 )
@@ -412,8 +411,11 @@ class _CallWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+Body = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]  # of inputs and shared operands
+
+
 def run_on_fakes(
-    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object],
+    body: Body,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -458,7 +460,7 @@ _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
 def _run_without_memory(
-    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object],
+    body: Body,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -473,7 +475,6 @@ def _run_without_memory(
     if len(devices) != 1 or any_autocast() or not dense:
         return None
     (device,) = devices
-    watch = _RandomWatch()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         tensors = [
             torch.empty(t.shape, dtype=t.dtype, device=_META, requires_grad=t.differentiable).clone()
@@ -485,28 +486,23 @@ def _run_without_memory(
             )
             for t in shared
         ]
-        before, operands_before = [t._version for t in tensors], [t._version for t in operands]
+        types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
         try:
-            of_factories = _META if device == torch.get_default_device() else nullcontext()
-            with of_factories, watch, _CallWatch(most, () if loops else operands, device) as calls:
-                result = body(list(tensors), list(operands))
+            with _META if device == torch.get_default_device() else nullcontext():
+                calls = _CallWatch(most, () if loops else operands, device)
+                outcome = _run_watched(body, types, tensors, operands, calls)
         except TooManyCallsError:
             raise
         except Exception:  # noqa: BLE001 - fake tensors say what is wrong, if anything is
             return None
-        leaves = [x for x in tree_leaves(result) if x is not None]  # a write gives none
-        if any(
-            not isinstance(x, torch.Tensor) or not x.is_meta or x.layout is not torch.strided for x in leaves
-        ):
+        plain = all(x is None or type(x) is Slot for x in outcome.result.leaves)  # a write gives none
+        if not plain or any(t.device.type != "meta" for t in outcome.outputs):
             return None
-        types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
-        outcome = _outcome(result, types, tensors, operands, before, operands_before, watch.random)
-        outputs = [tensor_spec(t.shape, t.dtype, device) for t in outcome.outputs]
-        return replace(outcome, outputs=tuple(outputs), calls=calls.calls)
+        return replace(outcome, outputs=tuple(tensor_spec(t.shape, t.dtype, device) for t in outcome.outputs))
 
 
 def _run_on_fakes(
-    body: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object],
+    body: Body,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -515,24 +511,20 @@ def _run_on_fakes(
     most: int | None,
     loops: bool,
 ) -> BodyRun:
-    watch = _RandomWatch()
     with torch.inference_mode(False), fake_mode() as mode, torch.set_grad_enabled(grad):
         fakes = [_fake(t, differentiable) for t in inputs]
         fake_shared = [_fake_shared(mode, s) for s in shared]
-        before = [f._version for f in fakes]
-        shared_before = [f._version for f in fake_shared]
         states = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
         try:
-            with watch, _CallWatch(most, () if loops else fake_shared) as calls:
-                result = body(list(fakes), fake_shared)
+            calls = _CallWatch(most, () if loops else fake_shared)
+            outcome = _run_watched(body, inputs, fakes, fake_shared, calls)
         finally:
             _LOG.disabled = quiet
             drew = _restore_python_random(states)
         if drew:
             raise BodyError("draws Python or numpy random numbers")
-        outcome = _outcome(result, inputs, fakes, list(fake_shared), before, shared_before, watch.random)
-        return replace(outcome, calls=calls.calls)
+        return outcome
 
 
 def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:
@@ -547,16 +539,17 @@ def _fake_shared(mode: FakeTensorMode, s: torch.Tensor) -> torch.Tensor:
     return torch.empty(s.shape, dtype=s.dtype, device=s.device, requires_grad=s.requires_grad)
 
 
-def _outcome(
-    result: object,
+def _run_watched(
+    body: Body,
     types: Sequence[TensorSpec],
     fakes: list[torch.Tensor],
     fake_shared: list[torch.Tensor],
-    before: list[int],
-    shared_before: list[int],
-    drew_random: bool,
+    calls: _CallWatch,
 ) -> BodyRun:
-    leaves, spec = tree_flatten(result)
+    """Run a body on these tensors, of these types; what it gives, and what it has written to."""
+    before, shared_before = [t._version for t in fakes], [t._version for t in fake_shared]
+    with _RandomWatch() as watch, calls:
+        leaves, spec = tree_flatten(body(list(fakes), list(fake_shared)))
     storages = {f.untyped_storage()._cdata: i for i, f in reversed(list(enumerate(fakes)))}
     outputs: list[TensorSpec] = []
     aliases: list[int] = []
@@ -585,8 +578,9 @@ def _outcome(
         written=tuple(i for i, f in enumerate(fakes) if f._version != before[i] or i in reshaped),
         reshaped=bool(reshaped),
         written_shared=tuple(i for i, f in enumerate(fake_shared) if f._version != shared_before[i]),
-        random=drew_random,
+        random=watch.random,
         gradients=tuple(gradients),
+        calls=calls.calls,
     )
 
 
