@@ -60,10 +60,7 @@ def user_frame(inner: int = 1) -> FrameType | None:
 
 def user_line() -> str:
     """The user's line as "model.py:31", "" when no user code is on the stack."""
-    frame = user_frame()
-    if frame is None:
-        return ""
-    return f"{_user_file(frame)}:{frame.f_lineno}"
+    return line_of(user_place())
 
 
 UserPlace = tuple[CodeType, int] | None  # code and the instruction in it; None: no user code
