@@ -56,7 +56,7 @@ class Examined:
 
     __slots__ = (
         "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared",
-        "structure", "training",
+        "structure",
     )  # fmt: skip
 
     def __init__(self, module: torch.nn.Module, reads: Reads | None = None) -> None:
@@ -66,7 +66,6 @@ class Examined:
         self.coupled = ""
         self.names: list[str] = []
         self.shared: list[SharedOperand] = []
-        self.training = module.training
         self.places = places_of_modules(list(module.modules()))
         # By modes, then by what it was called with: an Entry or a reason.
         self.entries: dict[object, dict[object, Any]] = {}

@@ -238,7 +238,7 @@ def _copies_of_buffers(
         return None
     if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
         return None
-    if not all(type(a) is _Tensor and not a.requires_grad and not a.is_inference() for a in args):
+    if not all(type(a) is torch.Tensor and not a.requires_grad and not a.is_inference() for a in args):
         return None
     values = []
     for a in args:
@@ -466,6 +466,3 @@ def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]])
             if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
                 return f"its attribute {name!r}"
     return ""
-
-
-_Tensor = torch.Tensor

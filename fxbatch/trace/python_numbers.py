@@ -235,13 +235,12 @@ def _new_lifted(
         types = [recorder.type_of(v), recorder.type_of(lifted)]
         if position == 0:
             types.reverse()
-        slots = (Slot("input", 0), Slot("input", 1))
         outcome = run_on_fakes(
             lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad, plain=True
         )
         name = function_name(fixed_func)
         made = Operation(name, "function", func, FUNCTION)
-        entry = recorder.signed(made, types, (), Template.of((slots, {})), outcome)
+        entry = recorder.signed(made, types, (), _BOTH, outcome)
         t, functions, s = types[1 - position], recorder.knowledge.functions, entry.signature
 
         def fixed(number: object) -> Entry:
@@ -249,7 +248,7 @@ def _new_lifted(
             with table.lock:
                 fixed_entry = functions.get(fixed_key)
                 if fixed_entry is None:
-                    args = (slots[0], number) if position == 1 else (number, slots[0])
+                    args = (Slot("input", 0), number) if position == 1 else (number, Slot("input", 0))
                     operation = table.operation(Operation(name, "function", fixed_func, FUNCTION))
                     alone = replace(s, operation=operation, inputs=(t,), arguments=Template.of((args, {})))
                     fixed_entry = functions[fixed_key] = table.add(alone, outcome)

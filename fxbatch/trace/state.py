@@ -14,7 +14,7 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import greenlet
 import numpy as np
@@ -39,8 +39,6 @@ try:
     _fast: Any = importlib.import_module("fxbatch.trace._fast")
 except ImportError:  # installed without a C compiler
     _fast = None
-
-Owner = TypeVar("Owner")
 
 
 def _itself(x: object) -> object:
