@@ -346,7 +346,7 @@ def _trace(
     names = module_names(model)
     samples = _samples(recorder, sigs)
     ids = used.tolist()
-    described = tuple(describe(table.signatures[s], names, _lifted(table, s), samples.get(s, 0)) for s in ids)
+    described = tuple(describe(table.signatures[s], names, *samples.get(s, (-1, 0))) for s in ids)
     now = known_model(table, model).fingerprint
     values = [x for x in leaves if type(x) is Value]
     if any(has_attributes(x) and values_in(x) for x in leaves):
@@ -371,19 +371,15 @@ def _trace(
     return trace
 
 
-def _lifted(table: SignatureTable, sid: int) -> int:
-    lifted = table.lifted.get(sid)
-    return -1 if lifted is None else lifted.position
-
-
-def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, object]:
-    """For each lifted signature one of the numbers that it met."""
-    samples: dict[int, object] = {}
+def _samples(recorder: Recorder, sigs: np.ndarray) -> dict[int, tuple[int, object]]:
+    """For each lifted signature the input that is a number, and one of the numbers that it met."""
+    samples: dict[int, tuple[int, object]] = {}
     at = 0
     for sid in sigs.tolist():
         lifted = recorder.table.lifted.get(sid)
         if lifted is not None and sid not in samples:
-            samples[sid] = recorder.number_of[recorder.inputs[at + lifted.position]]
+            number = recorder.number_of[recorder.inputs[at + lifted.position]]
+            samples[sid] = lifted.position, number
         at += len(recorder.table.signatures[sid].inputs)
     return samples
 
