@@ -54,19 +54,16 @@ static PyObject *quick_call(PyObject *self, PyObject *args, PyObject *kwargs)
     return result || PyErr_Occurred() ? result : plain_call(self, args, kwargs);
 }
 
-/* quicken(type, or a tuple of them): while types may be quickened, those that find attributes as nn.Module does. */
-static PyObject *quicken(PyObject *module, PyObject *object)
+/* quicken(types): while types may be quickened, those that find attributes as nn.Module does. */
+static PyObject *quicken(PyObject *Py_UNUSED(module), PyObject *types)
 {
-    if (PyTuple_CheckExact(object)) {
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++)
-            Py_XDECREF(quicken(module, PyTuple_GET_ITEM(object, i)));
-        Py_RETURN_NONE;
-    }
-    PyTypeObject *type = (PyTypeObject *)object;
-    if (quick_on && quick_types < MAX_QUICK && PyType_Check(object) && type->tp_getattro == plain_getattro &&
-        PyType_IsSubtype(type, Module) && _PyType_Lookup(type, s_getattr) == plain_getattr &&
-        _PyType_Lookup(type, s_getattribute) == plain_getattribute) {
-        quick[quick_types++] = (PyTypeObject *)Py_NewRef(object);
+    for (Py_ssize_t i = 0; PyTuple_CheckExact(types) && i < PyTuple_GET_SIZE(types); i++) {
+        PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(types, i);
+        if (!quick_on || quick_types == MAX_QUICK || !PyType_Check(type) || type->tp_getattro != plain_getattro ||
+            !PyType_IsSubtype(type, Module) || _PyType_Lookup(type, s_getattr) != plain_getattr ||
+            _PyType_Lookup(type, s_getattribute) != plain_getattribute)
+            continue;
+        quick[quick_types++] = (PyTypeObject *)Py_NewRef(type);
         type->tp_getattro = quick_getattro;
         PyObject *call = _PyType_Lookup(type, s_call);
         if (type->tp_call == plain_call && call && Py_IS_TYPE(call, &MethodType) && !((Method *)call)->owner)

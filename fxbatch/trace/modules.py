@@ -92,7 +92,7 @@ def call_module(
     recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """A module call that the fast path did not settle."""
-    quicken(type(module))
+    quicken((type(module),))
     recorder.sync_modes()
     call = ModuleCall(recorder, module, args, kwargs)
     return call.through() if any(module is r for r in recorder.knowledge.roots) else _recorded(call)
