@@ -25,12 +25,6 @@
 
 enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME }; /* Entry.written_as */
 
-/* The value that an argument is or stands for, borrowed; NULL for others. */
-static PyObject *value_at(PyObject *recorder, PyObject *x)
-{
-    return Py_IS_TYPE(x, Value) ? SLOT(x, at.recorder) == recorder ? x : NULL : value_behind(recorder, x);
-}
-
 /* Whether a value can get another content by another number: views, constants and what autograd does not see are
    Python's. Its own views are recorded anew when they are used (is_stale). */
 static int may_be_rewritten(PyObject *recorder, PyObject *v)
@@ -211,19 +205,23 @@ static PyObject *write_first(PyObject *recorder, PyObject *func, PyObject *pure,
     return result;
 }
 
-/* x[i] = v for a real tensor x, which stands for a value from then on (writes.set_row); NULL without an error where it is
-   for Python. */
+/* Whether writes.set_row has written a row: its arguments are (x, index, row); -1 on error. */
+static int row_written(PyObject *recorder, PyObject *args)
+{
+    PyObject *written = PyObject_CallFunctionObjArgs(slow_row_write, recorder, args, NULL);
+    int done = written ? written == Py_True : -1;
+    Py_XDECREF(written);
+    return done;
+}
+
+/* x[i] = v for a real tensor x, which stands for a value from then on; NULL without an error where it is for Python. */
 static PyObject *write_first_row(PyObject *recorder, PyObject *args)
 {
     if (PyTuple_GET_SIZE(args) != 3 || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 0), Tensor) ||
         !PyLong_CheckExact(PyTuple_GET_ITEM(args, 1)) || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 2), Value) ||
         SLOT(PyTuple_GET_ITEM(args, 2), at.recorder) != recorder || !modes_as_recorded(recorder))
         return NULL;
-    PyObject *done = PyObject_CallFunctionObjArgs(slow_row_write, recorder, args, NULL), *result = NULL;
-    if (done == Py_True)
-        result = Py_NewRef(Py_None);
-    Py_XDECREF(done);
-    return result;
+    return row_written(recorder, args) > 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 /* A function that writes to its first argument, by the same function that doesn't; NULL without an error where it is for
@@ -493,9 +491,7 @@ static int set_item(PyObject *recorder, PyObject *const *args)
     if (done || !target || !modes_as_recorded(recorder) || !(is_place(args[1]) || kept_apart))
         return done;
     PyObject *given = PyTuple_Pack(3, target, args[1], args[2]);
-    PyObject *written = given ? PyObject_CallFunctionObjArgs(slow_row_write, recorder, given, NULL) : NULL;
-    done = written ? PyObject_IsTrue(written) : -1;
-    Py_XDECREF(written);
+    done = given ? row_written(recorder, given) : -1;
     Py_XDECREF(given);
     return done;
 }

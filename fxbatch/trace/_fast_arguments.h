@@ -101,6 +101,12 @@ static PyObject *value_behind(PyObject *recorder, PyObject *x)
     return v && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) == recorder ? v : NULL;
 }
 
+/* The value that an argument is or stands for, borrowed; NULL for others. */
+static PyObject *value_at(PyObject *recorder, PyObject *x)
+{
+    return Py_IS_TYPE(x, Value) ? SLOT(x, at.recorder) == recorder ? x : NULL : value_behind(recorder, x);
+}
+
 /* An end of a slice, which may be a number of numpy. */
 static int token_end(Arguments *a, PyObject *x)
 {
@@ -157,18 +163,16 @@ static int is_named_tuple(PyTypeObject *type)
 static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
 {
     PyTypeObject *type = Py_TYPE(x);
-    if (type == Value)
-        return SLOT(x, at.recorder) == recorder ? token_value(a, x) : 0;
+    if (type == Value || type == WrittenTensor) {
+        PyObject *v = value_at(recorder, x);
+        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
+    }
     if (type == Tensor) {
         PyObject *v = constant_of(recorder, x, a->views);
         if (v || PyErr_Occurred())
             return v ? token_value(a, v) : -1;
         int owned = is_owned(recorder, x); /* a buffer, as a parameter by itself */
         return owned ? owned < 0 ? -1 : token(a, x, 0) : a->views ? token_view(a, recorder, x) : 0;
-    }
-    if (type == WrittenTensor) {
-        PyObject *v = value_behind(recorder, x);
-        return v ? token_value(a, v) : PyErr_Occurred() ? -1 : 0;
     }
     if (x == Py_None || x == Py_Ellipsis || type == &PyBool_Type || is_parameter(type) || type == Dtype)
         return token(a, x, 0);

@@ -395,18 +395,23 @@ static PyObject *entry_like(PyObject *recorder, const Kind *kind)
     return entry;
 }
 
+/* lists[key], borrowed, which is a new list where there was none; NULL on error. */
+static PyObject *list_at(PyObject *lists, PyObject *key)
+{
+    PyObject *list = PyDict_GetItemWithError(lists, key), *none = NULL;
+    if (!list && !PyErr_Occurred() && (none = PyList_New(0)) && PyDict_SetItem(lists, key, none) == 0)
+        list = none;
+    Py_XDECREF(none); /* the dict has it */
+    return list;
+}
+
 /* lists[key].append(x), where `lists` is a dictionary; -1 on error. */
 static int append_to(PyObject *lists, PyObject *key, PyObject *x)
 {
-    PyObject *none = NULL;
     if (!lists || !PyDict_Check(lists))
         return 0;
-    PyObject *list = PyDict_GetItemWithError(lists, key);
-    if (!list && !PyErr_Occurred() && (none = PyList_New(0)) && PyDict_SetItem(lists, key, none) == 0)
-        list = none;
-    int done = list ? PyList_Append(list, x) : -1;
-    Py_XDECREF(none);
-    return done;
+    PyObject *list = list_at(lists, key);
+    return list ? PyList_Append(list, x) : -1;
 }
 
 /* A tensor has become a constant: a factory whose tensors often do gives values (writes.note_uses); -1 on error. */
@@ -443,12 +448,8 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
         return NULL;
     PyObject *entry = entry_like(recorder, &kind);
     PyObject *sid = entry ? PyLong_FromLongLong(WHOLE(entry, at.sid)) : NULL;
-    PyObject *none = NULL, *payload = sid ? PyDict_GetItemWithError(SLOT(recorder, at.payload), sid) : NULL;
-    if (sid && !payload && !PyErr_Occurred() && (none = PyList_New(0)) &&
-        PyDict_SetItem(SLOT(recorder, at.payload), sid, none) == 0)
-        payload = none;
+    PyObject *payload = sid ? list_at(SLOT(recorder, at.payload), sid) : NULL;
     Py_XDECREF(sid);
-    Py_XDECREF(none); /* the dict has it */
     if (payload && (v = record(recorder, entry, NULL, 0))) {
         PyObject *requires = get_requires_grad->get(t, get_requires_grad->closure);
         WHOLE(v, at.flags) = CONSTANT | (requires == Py_True ? REQUIRES_GRAD : 0);

@@ -165,9 +165,8 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
    others. */
 static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
 {
-    PyObject *v = Py_IS_TYPE(args[0], Value) ? args[0] : value_behind(recorder, args[0]);
-    PyObject *lifted = SLOT(recorder, at.lifted);
-    if (!v || SLOT(v, at.recorder) != recorder || !lifted || !PyDict_Check(lifted) || !has_columns(recorder) ||
+    PyObject *v = value_at(recorder, args[0]), *lifted = SLOT(recorder, at.lifted);
+    if (!v || !lifted || !PyDict_Check(lifted) || !has_columns(recorder) ||
         (is_stale(v) && SLOT(v, at.view)) || has_places(v) || !modes_as_recorded(recorder))
         return NULL;
     PyObject *known = known_rows(recorder, v, NULL); /* (entry, how many rows, number of the value of each row's number) */
