@@ -30,7 +30,7 @@ from fxbatch.torch_private import (
     tree_leaves,
     tree_unflatten,
 )
-from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView, Heard
+from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
 from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, row_at, run_on_fakes, take_at
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
@@ -535,22 +535,15 @@ def _heard_views(
                 vars(x)[VIEW_KEY] = _view_key(recorder, x) if row is None else row
                 if row is not None and _is_row(args, func) and x._base is args[0] and x._base.dim() == 2:
                     recorder.heard.tables[id(args[0]), recorder.knowledge.mode] = len(x._base)
-    if any(VIEW_KEY not in vars(x) for x in views):
-        recorder.heard.computed = True
-    views = [x for x in views if VIEW_KEY in vars(x)]
     for x in views:
-        _heard_view(recorder.heard, key if result is views[0] else None, x, vars(x)[VIEW_KEY])
+        if VIEW_KEY not in vars(x):
+            recorder.heard.computed = True
+            continue
+        x.__class__ = BareView
+        recorder.heard.views.append(x)
+        if key is not None and x is result:
+            recorder.heard.again[key] = x
     return result
-
-
-def _heard_view(heard: Heard, key: object, view: torch.Tensor, shown: object) -> torch.Tensor:
-    """A view of a bare parameter, which shows a part of it or a value."""
-    vars(view)[VIEW_KEY] = shown
-    view.__class__ = BareView
-    heard.views.append(view)
-    if key is not None:
-        heard.again[key] = view
-    return view
 
 
 def _view_key(recorder: Any, x: torch.Tensor) -> object:
