@@ -159,7 +159,7 @@ class Engine(Planner):
                 changes=self.changes if may_loop else None,
                 **may_begin,
             )
-        self.changes = recording.changed or recording.recorder.changes.first_set()
+        self.changes = recording.changed or recording.recorder.changes.seen
         if recording.changed and may_loop:
             where = recording.recorder.changes.waited
             self.refuse(

@@ -495,7 +495,7 @@ class Turns:
         have. "" where it is."""
         changes = self.changes
         if not self.stays:
-            self.stays = changes.first_set() if changes.waited else changes.first()
+            self.stays = changes.seen if changes.waited else changes.first()
         if not changes.waited:
             changes.waited = f"waits for a value{at_line()}"
         if self.stays and self.refuses_changes:
@@ -525,7 +525,7 @@ class Turns:
         if not changes.waited:
             return ""
         changed = changes.changed_container()
-        if not changed and not changes.first_set() and first_changed(modules.places or []):
+        if not changed and not changes.seen and first_changed(modules.places or []):
             changed, changes.lasts = "what a module holds is changed, not by setting an attribute", True
         return changed
 

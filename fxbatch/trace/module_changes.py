@@ -128,7 +128,7 @@ class ModuleChanges:
         self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
         self._containers = [Container.of(m, name) for m, name in containers]
         self._arguments: list[tuple[object, int]] = []
-        self._first = ""
+        self.seen = ""  # the first that was seen as it was made, with the line
         self.lasts = False  # whether something was changed that `undo` does not know
         self.begun = 0  # instances
         self.open = 0  # those of them that are not done
@@ -149,10 +149,10 @@ class ModuleChanges:
         self._note(f"{type(module).__name__}.{method}() changes the module")
 
     def _note(self, change: str) -> None:
-        if not self._first:
-            self._first = f"{change}{at_line()}"
+        if not self.seen:
+            self.seen = f"{change}{at_line()}"
         if self.waited and (self.refused or self.open > 1):
-            raise self.refusal(self._first)
+            raise self.refusal(self.seen)
 
     def refusal(self, change: str) -> TraceError:
         """The error for this change."""
@@ -163,15 +163,11 @@ class ModuleChanges:
 
     def first(self) -> str:
         """The first change, "" where there is none."""
-        self._first = self._first or self.changed_container()
-        return self._first
-
-    def first_set(self) -> str:
-        """`first_change` of attributes alone, at no cost."""
-        return self._first
+        self.seen = self.seen or self.changed_container()
+        return self.seen
 
     def changed_container(self) -> str:
-        """`first_change` of containers alone."""
+        """`first` of containers alone."""
         return _first_changed(self._containers)
 
     def watch(self, instances: Iterable[tuple[tuple[object, ...], dict[str, object]]]) -> None:

@@ -164,7 +164,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
         """What of the model is not as it was when the recording began: "" for nothing."""
         if written_to(self.weights) is not None or [t.data_ptr() for t in self.tensors] != self.places:
             return WEIGHTS
-        changed = None if self.changes.first_set() else first_changed(self.reads, far=False)
+        changed = None if self.changes.seen else first_changed(self.reads, far=False)
         if changed is not None:
             return WEIGHTS if changed.name == "_parameters" else "attributes, hooks or modules of the model"
         written = written_to(self.recorder.operands) is not None

@@ -12,6 +12,7 @@ numbers, functions and classes it reads.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import itertools
 from collections.abc import Iterator
@@ -98,9 +99,7 @@ class Reads:
 
     def _with_numbers(self) -> Reads:
         """These Reads with the numbers that are in the places now: they don't decide what is read."""
-        reads = object.__new__(Reads)
-        for name in Reads.__slots__:
-            setattr(reads, name, getattr(self, name))
+        reads = copy.copy(self)
         reads.items = [x if x.holds() else x._replace(value=x.now()) for x in self.items]
         reads.key = reads._key()
         return reads
