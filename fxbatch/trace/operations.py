@@ -57,13 +57,11 @@ def is_marked(module: torch.nn.Module) -> bool:
     return getattr(module, "__fxbatch_operation__", False) is True
 
 
+@dataclass(frozen=True)
 class Attribute:
     """A tensor attribute as a function: `Attribute("T")(x)` is `x.T`; picklable."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     @property
     def __name__(self) -> str:
@@ -71,18 +69,6 @@ class Attribute:
 
     def __call__(self, x: torch.Tensor) -> Any:
         return getattr(x, self.name)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Attribute and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
-    def __repr__(self) -> str:
-        return f"Attribute({self.name!r})"
-
-    def __reduce__(self) -> tuple[type[Attribute], tuple[str]]:
-        return Attribute, (self.name,)
 
 
 class CustomFunction:
