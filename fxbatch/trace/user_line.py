@@ -26,16 +26,6 @@ _SKIPPED = ("<frozen", "<string>", "<eval_with_key>", "<autobatch")
 _LIBRARIES = ("contextlib", "functools", "copy", "threading", "greenlet")
 
 
-def _user_file(frame: FrameType) -> str:
-    """The name of the file of a frame of the user's code, "" for other frames."""
-    return _shown_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))
-
-
-@cached("files of code")
-def _shown_file(path: str, module: str) -> str:
-    return shown_name(path) if _is_users(path, module) else ""
-
-
 def shown_name(path: str) -> str:
     """ "model.py" of a file; of a notebook's cell "In[3]", as the notebook says itself."""
     ipython = sys.modules.get("IPython")
@@ -44,18 +34,23 @@ def shown_name(path: str) -> str:
     return os.path.basename(path) if cell is None else str(cell[1])
 
 
+@cached("files of code")
 def _is_users(path: str, module: str) -> bool:
     """Whether code of this file and module is the user's, not torch's, ours or a library's that passes calls on."""
-    return not (path.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES))
+    return path != "" and not (
+        path.startswith((_PACKAGE, _TORCH, *_SKIPPED)) or module.startswith(_LIBRARIES)
+    )
 
 
 def user_frame(inner: int = 1) -> FrameType | None:
     """The innermost frame of the user's code, None when there is none. inner: how many frames are certainly ours: a
     frame that is not looked at costs a tenth."""
     frame: FrameType | None = sys._getframe(inner)
-    while frame is not None and not _user_file(frame):
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__", ""))):
+            return frame
         frame = frame.f_back
-    return frame
+    return None
 
 
 def user_line() -> str:
