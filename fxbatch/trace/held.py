@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -91,18 +92,15 @@ class Held:
             record.give_back(tensor, None)
 
 
+@dataclass(eq=False)
 class _Rows:
     """Which row of which block a value is, looked up when the first is asked for."""
 
-    def __init__(
-        self,
-        ids: np.ndarray,
-        renumber: Renumber,
-        requests: Sequence[np.ndarray],
-        blocks: Sequence[torch.Tensor],
-    ) -> None:
-        self.ids, self.renumber, self.requests, self.blocks = ids, renumber, requests, blocks
-        self.tensors: dict[int, torch.Tensor] = {}
+    ids: np.ndarray
+    renumber: Renumber
+    requests: Sequence[np.ndarray]
+    blocks: Sequence[torch.Tensor]
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @functools.cached_property
     def places(self) -> dict[int, tuple[int, int]]:

@@ -133,24 +133,16 @@ class Execution(Protocol):
         number of the recording's first value."""
 
 
+@dataclass(eq=False)
 class Recording:
     """A recorded minibatch."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        results: list[object],
-        statistics: Statistics,
-        integers: Sequence[IntegerColumn] = (),
-        held: Held | None = None,
-        changed: str = "",
-    ) -> None:
-        self.held = held  # what the user holds of it, the results among that
-        self.changed = changed  # what instances changed of modules, of which some waited; "" for nothing
-        self.recorder = recorder
-        self.results = results  # per instance: the user's pytree, with Value leaves, or an exception
-        self.statistics = statistics
-        self.integers = integers  # constants whose numbers were read already
+    recorder: Recorder
+    results: list[object]  # per instance: the user's pytree, with Value leaves, or an exception
+    statistics: Statistics
+    integers: Sequence[IntegerColumn] = ()  # constants whose numbers were read already
+    held: Held | None = None  # what the user holds of it, the results among that
+    changed: str = ""  # what instances changed of modules, of which some waited; "" for nothing
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray = ()) -> Program:
         """The calls that no phase has run yet, as a Program; they count as run from here on."""
@@ -177,10 +169,8 @@ def record_minibatch(
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
-    roots: modules that are traced through and searched for parameters; by default the module that fn is
-    a method of.
-    An exception of an instance is raised with a note that names the instance, after all other instances
-    were closed;
+    roots: modules that are traced through and searched for parameters; by default the module that fn is a method of.
+    An exception of an instance is raised with a note that names the instance, after all other instances were closed;
     with return_exceptions it becomes that instance's result.
     runs_now: all of it runs before parameters may be others. first: the number of the first instance, in messages.
     changes: what instances are known to change of modules: then none is left where it waits. None: where one waits, a

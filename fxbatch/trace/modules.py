@@ -1,8 +1,7 @@
 """Module calls while tracing: which are one operation, which are traced through.
 
-In: `nn.Module.__call__`, patched while at least one thread traces. Out: recorded calls, or the module's
-own forward
-run with Values.
+In: `nn.Module.__call__`, patched while at least one thread traces. Out: recorded calls, or the module's own forward run
+with Values.
 
     with patched():                 # this process
         with tracing(recorder):     # this thread
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,20 +49,18 @@ MOST_CALLS = 128  # of torch in a body that is one operation: a loop over a sequ
 LOOP_CALLS = 48  # of torch, from which on a body that makes other numbers of them for other arguments is a loop as well
 
 
+@dataclass(slots=True, eq=False)
 class ModuleRecord:
     """One module (or one marked method of it) in a table: what was examined, and its entries."""
 
-    __slots__ = ("changed", "examined", "failed", "method", "module", "through", "variants")
-
-    def __init__(self, module: torch.nn.Module, method: str | None) -> None:
-        self.module = module
-        self.method = method
-        self.examined: Examined | None = None  # as it was when last called in a new minibatch
-        self.changed = ""  # what it reads that changed last
-        self.failed = 0  # arguments with which it could not run on fake tensors
-        self.through = ""  # why it is traced through from now on, whatever it is called with
-        # (modes, structure) -> what it reads -> argument key -> Entry or reason
-        self.variants: dict[object, dict[object, dict[object, Any]]] = {}
+    module: torch.nn.Module
+    method: str | None
+    examined: Examined | None = None  # as it was when last called in a new minibatch
+    changed: str = ""  # what it reads that changed last
+    failed: int = 0  # arguments with which it could not run on fake tensors
+    through: str = ""  # why it is traced through from now on, whatever it is called with
+    # (modes, structure) -> what it reads -> argument key -> Entry or reason
+    variants: dict[object, dict[object, dict[object, Any]]] = field(default_factory=dict)
 
 
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
