@@ -462,17 +462,14 @@ def _run_without_memory(
         return None
     (device,) = devices
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        tensors = [
-            torch.empty(t.shape, dtype=t.dtype, device=_META, requires_grad=t.differentiable).clone()
-            for t in inputs
-        ]
+        types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
+        tensors = [_empty(t) for t in types]
         operands = [
             torch.empty_strided(
                 t.shape, t.stride(), dtype=t.dtype, device=_META, requires_grad=t.requires_grad
             )
             for t in shared
         ]
-        types = [tensor_spec(t.shape, t.dtype, _META) for t in inputs]
         try:
             with _META if device == torch.get_default_device() else nullcontext():
                 calls = _CallWatch(most, () if loops else operands, device)
@@ -498,7 +495,7 @@ def _run_on_fakes(
     loops: bool,
 ) -> BodyRun:
     with torch.inference_mode(False), fake_mode() as mode, torch.set_grad_enabled(grad):
-        fakes = [_fake(t, differentiable) for t in inputs]
+        fakes = [_empty(t, differentiable=differentiable) for t in inputs]
         fake_shared = [_fake_shared(mode, s) for s in shared]
         states = random.getstate(), np.random.get_state()  # noqa: NPY002 - users draw from it
         quiet, _LOG.disabled = _LOG.disabled, True  # what fails here fails again for the user, or is handled
@@ -513,7 +510,7 @@ def _run_on_fakes(
         return outcome
 
 
-def _fake(t: TensorSpec, differentiable: bool) -> torch.Tensor:
+def _empty(t: TensorSpec, *, differentiable: bool = True) -> torch.Tensor:
     grad = differentiable and t.differentiable
     return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=grad).clone()
 
