@@ -543,8 +543,8 @@ class MetTensors:
     """The real tensors that a recording has met, where there is no C."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[torch.Tensor, object, int | None, int]] = []
-        self._places: list[int] = []  # of each among the constants of its signature, of the phase
+        # Tensor, value, version, type, and the place among the constants of its signature, of the phase.
+        self._rows: list[tuple[torch.Tensor, object, int | None, int, int]] = []
         self._last: dict[int, int] = {}  # by id of a tensor: its last row
         self._read = 0
 
@@ -553,24 +553,23 @@ class MetTensors:
         place = self._last.get(id(t))
         if place is None:
             return None
-        _, v, version, _ = self._rows[place]
+        _, v, version, *_ = self._rows[place]
         return v if version is None or version == t._version else None
 
     def put(self, t: torch.Tensor, v: Value, place: int) -> None:
         """A tensor was met. place: among the constants of its signature, of the phase."""
-        self._places.append(place)
         self._last[id(t)] = len(self._rows)
-        self._rows.append((t, v, None if t.is_inference() else t._version, v._type))
+        self._rows.append((t, v, None if t.is_inference() else t._version, v._type, place))
 
     def exchange(self, t: torch.Tensor, other: torch.Tensor) -> object:
         """Note that the tensor which was met as `t` is `other`; its value and place, or None."""
-        place = self._last.pop(id(t), None)
-        if place is None:
+        row = self._last.pop(id(t), None)
+        if row is None:
             return None
-        _, v, _, kind = self._rows[place]
-        self._rows[place] = other, v, None if other.is_inference() else other._version, kind
-        self._last[id(other)] = place
-        return v, self._places[place]
+        _, v, _, kind, place = self._rows[row]
+        self._rows[row] = other, v, None if other.is_inference() else other._version, kind, place
+        self._last[id(other)] = row
+        return v, place
 
     def integers(self, _: int) -> None:
         """What those of a type held when they were met: not known."""
@@ -578,7 +577,7 @@ class MetTensors:
     def written(self, _: bool) -> int | None:
         """The type of the first that was written to before it was read."""
         rows = self._rows[self._read :]
-        return next((kind for t, _, seen, kind in rows if seen is not None and t._version != seen), None)
+        return next((kind for t, _, seen, kind, _ in rows if seen is not None and t._version != seen), None)
 
     def read(self) -> None:
         """A phase has read all."""
@@ -586,7 +585,7 @@ class MetTensors:
 
     def let_go(self) -> None:
         """Refer to no value any more."""
-        self._rows = [(t, None, version, kind) for t, _, version, kind in self._rows]
+        self._rows = [(t, None, version, kind, place) for t, _, version, kind, place in self._rows]
 
 
 new_constants: Callable[[], object] = MetTensors if _fast is None else _fast.Constants
