@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -407,29 +406,22 @@ def _why_values(error: BaseException) -> str:
 _BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
 
 
-class _Depth(threading.local):
-    depth = 0
-
-
-_inside = _Depth()
-
-
 @contextlib.contextmanager
 def inside_binding(func: object) -> Iterator[None]:
     """Note that this thread is inside a call of func, if that is one of torch.ops."""
     if not isinstance(func, _BOUND):
         yield
         return
-    _inside.depth += 1
+    state.bindings += 1
     try:
         yield
     finally:
-        _inside.depth -= 1
+        state.bindings -= 1
 
 
 def must_not_switch() -> bool:
     """Whether this thread is inside a binding."""
-    return _inside.depth > 0
+    return state.bindings > 0
 
 
 _INTEGERS = (*POSITIONS, torch.uint8, torch.uint16, torch.uint32, torch.uint64)

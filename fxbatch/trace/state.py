@@ -83,7 +83,13 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
 
 
 class _State(threading.local):
+    bindings = 0  # calls of torch.ops that it is inside of (trace/calls.py)
+    # What it raises where a torch.autograd.Function meets fake tensors; None: nothing (trace/torch_patches.py).
+    refuse_functions: Callable[[str], Exception] | None = None
     _recorder: Any = None  # a trace.record.Recorder, which stands above this
+
+    def __init__(self) -> None:
+        self.idle: list[Worker] = []  # greenlets that have run instances
 
     @property
     def recorder(self) -> Any:
@@ -240,17 +246,9 @@ class Worker(greenlet.greenlet):
     stack = 0  # where the C stack was when it was made
 
 
-class _Workers(threading.local):
-    def __init__(self) -> None:
-        self.idle: list[Worker] = []
-
-
-_workers = _Workers()
-
-
 def take_worker(main: greenlet.greenlet) -> Worker:
     """A worker of this thread whose work comes back to `main`."""
-    stack, idle = 0 if _fast is None else _fast.stack_here(), _workers.idle
+    stack, idle = 0 if _fast is None else _fast.stack_here(), state.idle
     while idle and stack:
         worker = idle.pop()
         if not worker.dead and 0 <= stack - worker.stack < _APART:
@@ -270,7 +268,7 @@ def _serve() -> None:
         else:
             _fast.at_bottom(work)
         work = None  # it holds a minibatch
-        me, idle = greenlet.getcurrent(), _workers.idle
+        me, idle = greenlet.getcurrent(), state.idle
         if not me.stack or len(idle) >= _KEPT:
             return
         me.gr_context = None

@@ -320,25 +320,16 @@ _apply = torch.autograd.Function.__dict__["apply"]
 _RECORDED = (Value, WrittenTensor)
 
 
-class _Refused(threading.local):
-    """The error that this thread raises where a torch.autograd.Function meets fake tensors; None: none."""
-
-    error: Callable[[str], Exception] | None = None
-
-
-_refused = _Refused()
-
-
 @contextlib.contextmanager
 def functions_refused(error: Callable[[str], Exception]) -> Iterator[None]:
     """In it this thread raises where a torch.autograd.Function meets fake tensors that may have gradients: it has
     derivatives of its own, which a graph of operators would lose."""
-    before, _refused.error = _refused.error, error
+    before, state.refuse_functions = state.refuse_functions, error
     try:
         with patched():
             yield
     finally:
-        _refused.error = before
+        state.refuse_functions = before
 
 
 def _may_have_gradients(x: object) -> bool:
@@ -346,11 +337,10 @@ def _may_have_gradients(x: object) -> bool:
 
 
 def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
-    if _refused.error is not None and any(map(_may_have_gradients, tree_leaves((args, kwargs)))):
-        raise _refused.error(f"{cls.__name__} has derivatives of its own")
-    if (
-        _refused.error is not None and cls.generate_vmap_rule
-    ):  # its operators are traced, inside `torch.vmap` too
+    refuse = state.refuse_functions
+    if refuse is not None and any(map(_may_have_gradients, tree_leaves((args, kwargs)))):
+        raise refuse(f"{cls.__name__} has derivatives of its own")
+    if refuse is not None and cls.generate_vmap_rule:  # its operators are traced, inside `torch.vmap` too
         return cls.forward(*args, **kwargs)
     recorder = state.recorder
     if recorder is not None and cls is CheckpointFunction:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.trace.state import _fast, _workers, take_worker
+from fxbatch.trace.state import _fast, state, take_worker
 
 pytestmark = pytest.mark.skipif(_fast is None, reason="greenlets are used again where C ends their stack")
 
@@ -69,7 +69,7 @@ def test_one_that_lies_higher_on_the_stack_is_not() -> None:
     def deep(n: int) -> greenlet.greenlet:
         return made() if not n else next(map(deep, [n - 1]))
 
-    _workers.idle.clear()
+    state.idle.clear()
     high = made()
     assert made() is high
     low = deep(20)

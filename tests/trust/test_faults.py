@@ -91,7 +91,7 @@ def assert_clean() -> None:
     assert not patch.patched.uses and not patch.patched.saved
     assert "traced" not in nn.Module.__call__.__qualname__
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    idle = state._workers.idle
+    idle = state.state.idle
     found = [g for g in gc.get_objects() if isinstance(g, greenlet.greenlet) and not g.dead and g.parent]
     stuck = [g for g in found if g not in idle]
     assert not stuck, f"{len(stuck)} greenlets wait for ever"
