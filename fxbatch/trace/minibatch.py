@@ -96,10 +96,6 @@ class Statistics:
         """Where the user's code asked most often."""
         return self._places[self._counts.most_common(1)[0][0]] if self._counts else None
 
-    def phase(self, calls: int, suspended: Sequence[int]) -> None:
-        """A phase ran `calls` calls for these instances."""
-        self.phases.append(PhaseStatistics(calls, len(suspended)))
-
     def hint(self) -> str:
         """Advice when values are asked for in a way that prevents batching, else ""."""
         if self.instances < 2 or not self.phases:
@@ -321,7 +317,7 @@ class Turns:
         with unheard(self.recorder):
             self._answer()
             self.recorder.settled = self.execution.settled(self.recorder.base)
-        self.statistics.phase(calls, [p.instance for p in self.resuming])
+        self.statistics.phases.append(PhaseStatistics(calls, len(self.resuming)))
         self._go_on()
         self.start()
 
@@ -532,7 +528,7 @@ class Turns:
                 self.recorder.settled = self.execution.settled(self.recorder.base)
         finally:
             modes.restore()
-        self.statistics.phase(calls, [self.running])
+        self.statistics.phases.append(PhaseStatistics(calls, 1))
         self.recorder.begin(self.running)
         return answer
 
@@ -594,11 +590,10 @@ class LazyBatch:
     def run(self) -> None:
         """Run everything pending as one batch."""
         if self.recorder.pending:
-            calls = self.recorder.pending
             program = self.recorder.pending_program([])
             with tracing(None):
                 self.execution.run(program)
-            self.statistics.phase(calls, [0])
+            self.statistics.phases.append(PhaseStatistics(len(program), 1))
 
     def real(self, results: object) -> Any:
         """A pytree with its Values replaced by real, differentiable tensors."""

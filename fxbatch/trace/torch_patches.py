@@ -347,10 +347,9 @@ def _traced_apply(cls: Any, *args: Any, **kwargs: object) -> Any:
         return _not_checkpointed(*args)
     if recorder is not None and any(type(x) in _RECORDED for x in tree_leaves((args, kwargs))):
         return recorder.call(CustomFunction(cls), args, kwargs)
-    if recorder is not None and recorder.heard.changed:
-        with unheard(recorder):  # what it computes goes to C++
-            return _apply.__get__(None, cls)(*args, **kwargs)
-    return _apply.__get__(None, cls)(*args, **kwargs)
+    heard = recorder is not None and recorder.heard.changed
+    with unheard(recorder) if heard else contextlib.nullcontext():  # what it computes goes to C++
+        return _apply.__get__(None, cls)(*args, **kwargs)
 
 
 _PATCHES.append((torch.autograd.Function, "apply", classmethod(_traced_apply)))
