@@ -347,7 +347,8 @@ def function_entry(
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
         _raise_as_eager(template, made.target, inputs, [s.resolve() for s in arguments.shared])
         return _why_values(error)
-    refuse_shared_writes(made.name, outcome)
+    if outcome.written_shared:
+        raise BatchCoupledError(f"{made.name}: {WRITES_TO_SHARED}{at_line()}")
     if outcome.written:
         return written_entry(made, arguments, outcome, reason)
     if not outcome.outputs:
@@ -381,12 +382,6 @@ def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -
         real = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs]
         args, kwargs = template.fill(input=real, shared=[s.detach().clone() for s in shared])
         target(*args, **kwargs)
-
-
-def refuse_shared_writes(name: str, outcome: BodyRun) -> None:
-    """A write to a parameter or buffer can't be batched."""
-    if outcome.written_shared:
-        raise BatchCoupledError(f"{name}: {WRITES_TO_SHARED}{at_line()}")
 
 
 def _why_values(error: BaseException) -> str:
