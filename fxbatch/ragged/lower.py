@@ -383,7 +383,7 @@ class Emitter:
         return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
     def call(self, target: Operator, arguments: dict[str, Any]) -> str:
-        """The source of a call of an operator; Packed arguments are given as source already."""
+        """The source of a call of an operator, with these arguments by name."""
         schema = target._schema
         parts = []
         for a in schema.arguments:

@@ -172,11 +172,7 @@ def point(e: Emitter, node: fx.Node) -> Emitted:
         arguments["memory_format"] = None
         if target._schema.name == "aten::contiguous":
             return e.packed(f"{arguments['self']}", results[0])
-    code = e.call(target, arguments)
-    if isinstance(node.meta["val"], torch.Tensor):
-        return e.packed(code, results[0])
-    name = e.line(code)
-    return tuple(e.packed(f"{name}[{i}]", t) for i, t in enumerate(results))
+    return e.results(node, e.call(target, arguments))
 
 
 def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
@@ -244,13 +240,12 @@ def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ..
     values: names of further tensors of the same shape.
     """
     arguments = e.bound(node)
-    x = e.to_dense(arguments["self"])
+    x = arguments["self"] = e.to_dense(arguments["self"])
     dim_or_dims = arguments[name]
     dims = dims_of(x, dim_or_dims)
     if any(d in x.axes for d in dims):
         raise NoRule("it acts along a size of its own")
     places = [x.place(d) for d in dims]
-    arguments["self"] = Code(x.name)
     arguments[name] = places if dim_or_dims is None or isinstance(dim_or_dims, (list, tuple)) else places[0]
     for other in values:
         y = arguments[other]
@@ -681,12 +676,11 @@ def _group_norm(e: Emitter, node: fx.Node) -> Emitted:
 @rule("layer_norm", "rms_norm")
 def _layer_norm(e: Emitter, node: fx.Node) -> Emitted:
     arguments = e.bound(node)
-    x = e.to_dense(arguments["input"])
+    x = arguments["input"] = e.to_dense(arguments["input"])
     last = range(x.rank - len(arguments["normalized_shape"]), x.rank)
     if any(d in x.axes for d in last):
         raise NoRule("it normalises along a size of its own")
     weights_code(arguments["weight"], arguments.get("bias"))
-    arguments["input"] = Code(x.name)
     return e.packed(e.call(node.target, arguments), node.meta["val"])
 
 

@@ -284,7 +284,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Emitted:
         source = e.to_dense(source)
         if not all(e.graph.equal(a, b) for a, b in zip(source.shape, index.shape, strict=True)):
             raise NoRule("fewer indices than sources")
-        a["src"] = Code(source.name)
+        a["src"] = source
     _same_others(e, x, index, d)
     if d in x.axes or d in index.axes:
         if index.axes not in ((d,), ()) or x.layout == PADDED:
@@ -295,7 +295,7 @@ def _scatter(e: Emitter, node: fx.Node) -> Emitted:
             a["src"] = Code(_flat(e, source, d, source.name))
         a["self"], a["dim"] = Code(table), 0
         return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
-    a["self"], a["dim"], a["index"] = Code(x.name), x.place(d), Code(index.name)
+    a["self"], a["dim"], a["index"] = x, x.place(d), index
     return e.packed(e.call(node.target, a), node.meta["val"])
 
 
@@ -309,7 +309,6 @@ def _beside(*names: str, first: str = "self", table: str) -> None:
             raise NoRule("a table of each instance")
         if other.layout != WHOLE or other.rank != 1 or isinstance(a.get("sorter"), Packed):
             raise NoRule("a table of each instance")
-        a[first] = Code(x.name)
         return e.packed(e.call(node.target, a), node.meta["val"])
 
     rule(*names)(apply)

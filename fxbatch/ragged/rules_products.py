@@ -29,11 +29,10 @@ from fxbatch.ragged.rules import rule, weights_code
 @rule("linear")
 def _linear(e: Emitter, node: fx.Node) -> Emitted:
     a = e.bound(node)
-    x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
-    weights_code(weight, bias)
+    x = a["input"] = e.to_dense(a["input"])
+    weights_code(a["weight"], a["bias"])
     if x.rank - 1 in x.axes:
         raise NoRule("a product along a size of its own with a parameter")
-    a["input"] = Code(x.name)
     return e.packed(e.call(node.target, a), node.meta["val"])
 
 
@@ -133,10 +132,9 @@ def _distances(e: Emitter, node: fx.Node) -> Emitted:
 def _matrix_power(e: Emitter, node: fx.Node) -> Emitted:
     """Of matrices by themselves; whole, as the power 0 has a gradient of zeros."""
     a = e.bound(node)
-    x = e.to_dense(a["self"])
+    x = a["self"] = e.to_dense(a["self"])
     if x.layout not in (DENSE, PACKED) or any(d >= x.rank - 2 for d in x.axes):
         raise NoRule("matrices of their own size")
-    a["self"] = Code(x.name)
     return e.packed(e.call(node.target, a), node.meta["val"])
 
 
@@ -147,7 +145,6 @@ def _attention(e: Emitter, node: fx.Node) -> Emitted:
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
     val = node.meta["val"]
     if _of_items(q, k, v, mask):
-        a.update({name: Code(x.name) for name, x in a.items() if isinstance(x, Packed)})
         return e.packed(e.call(node.target, a), val)
     keep = {x.rank - 2 for x in (q, k, v)}
     for x in (q, k, v):

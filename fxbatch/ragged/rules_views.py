@@ -293,7 +293,7 @@ def _split(e: Emitter, node: fx.Node) -> Emitted:
     d = a["dim"] % x.rank
     if d in x.axes:
         raise NoRule("it is cut along a size of its own")
-    a["self"], a["dim"] = Code(x.name), x.place(d)
+    a["self"], a["dim"] = x, x.place(d)
     return e.results(node, e.call(node.target, a))
 
 
@@ -589,6 +589,5 @@ def _triangle(e: Emitter, node: fx.Node) -> Emitted:
             raise NoRule("triangles in more than two dimensions")
         return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", node.meta["val"])
     if x.layout == DENSE:
-        a["self"] = Code(x.name)
         return e.packed(e.call(node.target, a), node.meta["val"])
     raise NoRule("a triangle of one size of its own")

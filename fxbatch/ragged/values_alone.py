@@ -119,8 +119,4 @@ def alone(e: Emitter, node: fx.Node) -> Emitted:
             codes += [e.lengths(shape_of(t)[a]) for a in axes]
     call = Alone(NODES.get(node.target, node.target), described, spec, outputs)
     name = e.line(f"{e.const(call)}(n, {', '.join(codes)})")
-    packed = [
-        None if t is None or not isinstance(t, torch.Tensor) else e.packed(f"{name}[{i}]", t)
-        for i, t in enumerate(results)
-    ]
-    return tuple(packed) if isinstance(val, (tuple, list)) else packed[0]
+    return e.results(node, name if isinstance(val, (tuple, list)) else f"{name}[0]")
