@@ -143,10 +143,6 @@ class Lengths:
             rows = self.extended(rows, fill).index_select(0, self.own_rows)
         return rows.reshape(self.n, self.longest, *rows.shape[1:])
 
-    def filled(self, rows: torch.Tensor, fill: object) -> torch.Tensor:
-        """`pad`, for what has no value where there are no rows; an error there, as the loop raises one."""
-        return self.none_empty().pad(rows, fill)
-
     def none_empty(self) -> Lengths:
         """Itself; an error where an instance has none, as the loop raises one."""
         if self.shortest == 0:
@@ -220,8 +216,9 @@ class Lengths:
         extreme: torch.Tensor = _ExtremeOfAll.apply(rows, self, fill, how)
         return extreme
 
-    def variance(self, rows: torch.Tensor, count: torch.Tensor, how: str) -> torch.Tensor:
-        """[total, ...] => [n, ...]: "var" or "std" of the rows; count: what sums are divided by, of each instance."""
+    def variance(self, rows: torch.Tensor, correction: float, how: str) -> torch.Tensor:
+        """[total, ...] => [n, ...]: "var" or "std" of the rows; sums are divided by the sizes less a correction."""
+        count = (self.column.to(rows.dtype) - correction).clamp(min=0).view(-1, *[1] * (rows.dim() - 1))
         variance: torch.Tensor = _Variance.apply(rows, self, count, how)
         return variance
 
@@ -535,7 +532,7 @@ class _Variance(torch.autograd.Function):
         return size.each(2 / count * gradient) * centred, None, None, None
 
 
-def interleaved(parts: Sequence[Lengths], device: torch.device) -> torch.Tensor:
+def interleaved(parts: Sequence[Lengths]) -> torch.Tensor:
     """The order that takes the rows of all parts, part after part, to those of each instance, one after another."""
     base = 0
     keys, rows = [], []
@@ -544,4 +541,4 @@ def interleaved(parts: Sequence[Lengths], device: torch.device) -> torch.Tensor:
         rows.append(np.arange(part.total, dtype=np.int64) + base)
         base += part.total
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return torch.from_numpy(np.concatenate(rows)[order]).to(device)
+    return torch.from_numpy(np.concatenate(rows)[order]).to(parts[0].device)

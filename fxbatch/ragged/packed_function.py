@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import ColumnsFunction, columns_function
-from fxbatch.ragged.lengths import Lengths, interleaved
+from fxbatch.ragged.lengths import Lengths
 from fxbatch.ragged.lower import Lowered, Packed, lower
 from fxbatch.ragged.packed_column import PackedColumn, together
 from fxbatch.ragged.row_places import windows
@@ -81,32 +81,6 @@ class PackedMinibatch:
     def keep(self, expression: object, size: Lengths) -> None:
         """The size of a result."""
         self.sizes_by_values[expression] = size
-
-    def fill(self, dtype: torch.dtype, how: str) -> Any:
-        """The number to pad with before a maximum (`how="max"`) or a minimum, so that padding isn't the extreme."""
-        if dtype == torch.bool:
-            return how == "min"
-        if dtype.is_floating_point:
-            return float("-inf") if how == "max" else float("inf")
-        limits = torch.iinfo(dtype)
-        return limits.min if how == "max" else limits.max
-
-    def last(self, dtype: torch.dtype, descending: bool) -> Any:
-        """The number that is sorted behind all others."""
-        if dtype == torch.bool:
-            return not descending
-        if not dtype.is_floating_point:
-            limits = torch.iinfo(dtype)
-            return limits.min if descending else limits.max
-        return float("-inf") if descending else float("nan")
-
-    def extreme(self, size: Lengths, rows: torch.Tensor, how: str) -> torch.Tensor:
-        """amax or amin over the rows of each instance; equal rows share the gradient."""
-        return size.extreme(rows, self.fill(rows.dtype, how[1:]), how)
-
-    def interleaved(self, parts: Sequence[Lengths]) -> torch.Tensor:
-        """The order that takes the rows of several tensors to those of each instance one after another."""
-        return interleaved(parts, self.device)
 
     def padded_rows(
         self, rows: torch.Tensor, size: Lengths, out: Lengths, before: Any, value: float
@@ -194,23 +168,14 @@ class PackedMinibatch:
         Queries of an instance without keys give zeros.
         """
         if causal:
-            allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-            if mask is None:
-                mask = allowed
-            else:
-                mask = (
-                    mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
-                )
+            mask = _masked(
+                mask, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            )
         if not k_size.uniform:
             seen = k_size.mask[:, None, None, :]
             if k_size.shortest == 0:
                 seen = seen | (k_size.column == 0)[:, None, None, None]
-            if mask is None:
-                mask = seen
-            elif mask.dtype == torch.bool:
-                mask = mask & seen
-            else:
-                mask = mask.masked_fill(~seen, float("-inf"))
+            mask = _masked(mask, seen)
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
         if k_size.shortest == 0 and k_size.longest:
             out = out.masked_fill((k_size.column == 0)[:, None, None, None], 0)
@@ -325,10 +290,12 @@ class PackedMinibatch:
             return counted.to(dtype)
         return weight[torch.where(counted, target, 0)] * counted
 
-    def at_least(self, size: Lengths, correction: float, dtype: torch.dtype, rank: int) -> torch.Tensor:
-        """The sizes less a correction, not below 0, as [n, 1, ...] for values of this rank."""
-        count = (size.column.to(dtype) - correction).clamp(min=0)
-        return count.view(-1, *[1] * (rank - 1))
+
+def _masked(mask: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
+    """An attention mask, of flags or of numbers that are added, by which nothing is seen but what is in both."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
 _RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

@@ -427,12 +427,11 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::")
     if x.layout == PADDED:
-        fill = e.line(f"z.fill({e.const(x.dtype)}, {how[1:]!r})")
-        return _masked_reduction(e, node, x, dims, fill, how)
+        return _masked_reduction(e, node, x, dims, no_extreme(x.dtype, how[1:]), how)
     if [d for d in dims if d not in x.axes]:
         raise NoRule("an extreme over rows and columns: ties share their gradient")
     name, size = _reduced(e, node, x, dims, how)
-    return _kept(e, node, f"z.extreme({size}, {name}, {how!r})")
+    return _kept(e, node, f"{size}.extreme({name}, {no_extreme(x.dtype, how[1:])}, {how!r})")
 
 
 @over("max", "min")
@@ -444,16 +443,26 @@ def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         name = e.line(f"{_hidden(e, x, dims[0], how)}.{how}({x.place(dims[0])})")
         return tuple(_other_rows(e, f"{name}[{i}]", x, dims, t) for i, t in enumerate(node.meta["val"]))
     size = e.lengths(x.shape[x.axes[0]])
-    name = e.line(f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how!r})).{how}(1)")
+    name = e.line(f"{size}.none_empty().pad({x.name}, {no_extreme(x.dtype, how)}).{how}(1)")
     values, indices = node.meta["val"]
     shape = "".join(f"{d}, " for d in shape_of(values))
     return tuple(e.packed(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
 
 
+def no_extreme(dtype: torch.dtype, how: str) -> str:
+    """The number to pad with before a maximum (`how="max"`) or a minimum, so that padding isn't the extreme."""
+    if dtype == torch.bool:
+        return str(how == "min")
+    if dtype.is_floating_point:
+        return "float('-inf')" if how == "max" else "float('inf')"
+    limits = torch.iinfo(dtype)
+    return str(limits.min if how == "max" else limits.max)
+
+
 def _hidden(e: Emitter, x: Packed, d: int, how: str) -> str:
     """A padded value for an extreme along d, one of its two own sizes; an error where an instance has no extreme."""
-    fill = e.line(f"z.fill({e.const(x.dtype)}, {how!r})")
-    return e.line(f"{e.lengths(x.shape[d])}.none_empty().hide({x.name}, {x.place(d)}, {fill})")
+    size, fill = e.lengths(x.shape[d]), no_extreme(x.dtype, how)
+    return e.line(f"{size}.none_empty().hide({x.name}, {x.place(d)}, {fill})")
 
 
 def _other_rows(e: Emitter, name: str, x: Packed, dims: list[int], val: torch.Tensor) -> Packed:
@@ -469,10 +478,8 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Emitted:
     if x.layout != PACKED:
         raise NoRule("an extreme of all elements of two sizes of its own")
     size = e.lengths(x.shape[x.axes[0]])
-    return e.packed(
-        f"{size}.none_empty().extreme_of_all({x.name}, z.fill({e.const(x.dtype)}, {how!r}), {how!r})",
-        node.meta["val"],
-    )
+    operands = f"{x.name}, {no_extreme(x.dtype, how)}, {how!r}"
+    return e.packed(f"{size}.none_empty().extreme_of_all({operands})", node.meta["val"])
 
 
 @over("argmax", "argmin")
@@ -484,7 +491,7 @@ def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("a place among all elements")
     size = e.lengths(x.shape[x.axes[0]])
-    return _kept(e, node, f"{size}.filled({x.name}, z.fill({e.const(x.dtype)}, {how[3:]!r})).{how}(1)")
+    return _kept(e, node, f"{size}.none_empty().pad({x.name}, {no_extreme(x.dtype, how[3:])}).{how}(1)")
 
 
 @over("any", "all")
@@ -597,8 +604,7 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
     correction = 1 if correction is None else correction
     size = e.lengths(x.shape[x.axes[0]])
     mean = e.line(f"{size}.divided({size}.sum({x.name}), 1)")
-    count = e.line(f"z.at_least({size}, {float(correction)}, {e.const(x.dtype)}, {x.rank})")
-    return e.line(f"{size}.variance({x.name}, {count}, {how!r})"), mean
+    return e.line(f"{size}.variance({x.name}, {float(correction)}, {how!r})"), mean
 
 
 @over("norm", "linalg_vector_norm")

@@ -29,7 +29,7 @@ from fxbatch.ragged.lower import (
 )
 from fxbatch.ragged.padding import without_gradients
 from fxbatch.ragged.recurrent import NAMES
-from fxbatch.ragged.rules import RULES, over, rule, weights_code
+from fxbatch.ragged.rules import RULES, no_extreme, over, rule, weights_code
 from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 
@@ -155,9 +155,8 @@ def _max_pool(e: Emitter, node: fx.Node) -> Emitted:
     if any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule("the places of what is pooled")
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val[0])[time])
-    fill = e.line(f"z.fill({e.const(x.dtype)}, 'max')")
-    operands = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}, {fill}"
-    return (e.packed(f"z.windows({operands}).max(1)[0]", val[0]), None)
+    operands = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}"
+    return (e.packed(f"z.windows({operands}, {no_extreme(x.dtype, 'max')}).max(1)[0]", val[0]), None)
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -172,7 +171,7 @@ def _adaptive_pool(e: Emitter, node: fx.Node) -> Emitted:
     if not mean and any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule("the places of what is pooled")
     size = e.lengths(x.shape[time])
-    how = "'mean'" if mean else f"'max', z.fill({e.const(x.dtype)}, 'max')"
+    how = "'mean'" if mean else f"'max', {no_extreme(x.dtype, 'max')}"
     name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
     return e.packed(name, val) if mean else (e.packed(name, val[0]), None)
 
@@ -212,12 +211,19 @@ def _sort(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         raise NoRule("it sorts along one of two sizes of its own")
     size = e.lengths(x.shape[dims[0]])
     down = bool(e.bound(node)["descending"])
-    padded = f"{size}.pad({x.name}, z.last({e.const(x.dtype)}, {down}))"
+    padded = f"{size}.pad({x.name}, {_last(x.dtype, down)})"
     name = e.line(f"{padded}.sort(dim=1, descending={down}, stable=True)")
     val = node.meta["val"]
     if isinstance(val, torch.Tensor):
         return e.packed(f"{size}.unpad({name}[1])", val)
     return tuple(e.packed(f"{size}.unpad({name}[{i}])", t) for i, t in enumerate(val))
+
+
+def _last(dtype: torch.dtype, descending: bool) -> str:
+    """The number that is sorted behind all others."""
+    if dtype.is_floating_point and not descending:
+        return "float('nan')"
+    return no_extreme(dtype, "max" if descending else "min")
 
 
 @over("topk")
@@ -240,10 +246,9 @@ def _first_elements(e: Emitter, padded: str, x: Packed, d: int, place: int, a: d
     """A call that gives the values and the places of a topk along dimension d; padded: what becomes the padded value,
     its padding left open."""
     down = bool(a["largest"])
-    fill = e.line(f"z.last({e.const(x.dtype)}, {down})")
     count = e.column(a["k"]) if depends(a["k"]) else e.source(a["k"])
     size = e.lengths(x.shape[d])
-    return f"{e.const(topk)}({padded.format(fill)}, {place}, {size}, {count}, {down})"
+    return f"{e.const(topk)}({padded.format(_last(x.dtype, down))}, {place}, {size}, {count}, {down})"
 
 
 def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Emitted:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import Shape, Size, depends
+from fxbatch.ragged.lengths import interleaved
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -336,7 +337,7 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
             f"z.joined(({operands},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val
         )
     names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
-    order = e.line(f"z.interleaved(({', '.join(lengths)},))")
+    order = e.line(f"{e.const(interleaved)}(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
     return e.of_rows(name, d, val)
 
