@@ -267,23 +267,21 @@ class Emitter:
         """[n, *shape] with the longest sizes in place of its own; padding repeats rows, or is zero along `clear`."""
         if v.layout in (WHOLE, DENSE):
             return v.name
-        name = v.name
         if v.layout == PACKED:
             size = self.lengths(v.shape[v.axes[0]])
-            name = self.line(f"{size}.{'pad' if v.axes[0] in clear else 'spread'}({name})")
+            name = self.line(f"{size}.{'pad' if v.axes[0] in clear else 'spread'}({v.name})")
         else:
-            for i, a in enumerate(v.axes):
-                if a in clear:
-                    name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {i + 1}, 0)")
+            name = self.hidden(v, clear)
         held = [*v.axes, *v.rest]
         order = [0, *[1 + held.index(d) for d in range(v.rank)]]
         return name if order == list(range(v.rank + 1)) else self.line(f"{name}.permute({order})")
 
-    def without_padding(self, v: Packed) -> str:
-        """A padded value whose padding is zero: an index that is one of any table."""
+    def hidden(self, v: Packed, dims: Sequence[int], fill: str = "0") -> str:
+        """A padded value whose padding along those of its own dimensions that are in `dims` is `fill`."""
         name = v.name
         for a in v.axes:
-            name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {v.place(a)}, 0)")
+            if a in dims:
+                name = self.line(f"{self.lengths(v.shape[a])}.hide({name}, {v.place(a)}, {fill})")
         return name
 
     def gathered_as(self, index: Packed, code: str, val: torch.Tensor) -> Packed:

@@ -8,6 +8,7 @@ In: a node of a sized graph and the emitter that holds its arguments. Out: the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import depends, expression
+from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lengths import WithoutNaN
 from fxbatch.ragged.lower import (
     DENSE,
@@ -37,6 +38,7 @@ from fxbatch.ragged.recurrent import NODES
 from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
 from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
+from fxbatch.torch_private import tree_leaves
 
 RULES: dict[str, Rule] = {}
 
@@ -84,7 +86,7 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
     def apply(e: Emitter, node: fx.Node) -> Emitted:
         values = tensors_of(e, node)
         random = e.draws and not keeps_all(e, node)
-        if all(v.layout == WHOLE for v in values) and not random and _fixed(node):
+        if all(v.layout == WHOLE for v in values) and not random and _fixed(e, node):
             return whole(e, node)
         if own is None and pointwise:
             return point(e, node)
@@ -96,7 +98,7 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
                 reason = error
         if by_items(e, node, values):
             return e.results(node, e.call(target, e.bound(node)))
-        if values and _fixed(node) and all(v.layout in (WHOLE, DENSE) for v in values):
+        if values and _fixed(e, node) and all(v.layout in (WHOLE, DENSE) for v in values):
             return batched_by_vmap(e, node)
         raise reason
 
@@ -105,33 +107,18 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
     """The tensors among the arguments of a node."""
-    tensors: list[Packed] = []
-    for x in _flat(node):
-        if isinstance(x, fx.Node):
-            v = e.value(x)
-            if isinstance(v, Packed):
-                tensors.append(v)
-    return tensors
+    return [v for v in _values(e, node) if isinstance(v, Packed)]
 
 
-def _fixed(node: fx.Node) -> bool:
+def _values(e: Emitter, node: fx.Node) -> list[Any]:
+    """The arguments of a node, those in lists among them, as the emitted function has them."""
+    return [e.value(x) for x in tree_leaves((node.args, node.kwargs))]
+
+
+def _fixed(e: Emitter, node: fx.Node) -> bool:
     """Whether neither the results nor the arguments of a node have a size of their own."""
-    numbers = [a for a in _flat(node) if isinstance(a, (torch.SymInt, torch.SymFloat))]
-    numbers += [
-        a.meta["val"]
-        for a in _flat(node)
-        if isinstance(a, fx.Node) and isinstance(a.meta.get("val"), (torch.SymInt, torch.SymFloat))
-    ]
-    return not any(own_dimensions(shape_of(t)) for t in results_of(node)) and not any(
-        depends(expression(x)) for x in numbers
-    )
-
-
-def _flat(node: fx.Node) -> list[Any]:
-    leaves: list[Any] = []
-    for x in (*node.args, *node.kwargs.values()):
-        leaves += list(x) if isinstance(x, (list, tuple)) else [x]
-    return leaves
+    own_results = any(own_dimensions(shape_of(t)) for t in results_of(node))
+    return not own_results and not any(map(depends, _values(e, node)))
 
 
 def whole(e: Emitter, node: fx.Node) -> Emitted:
@@ -234,32 +221,6 @@ def dims_of(x: Packed, dims: int | Sequence[int] | None) -> list[int]:
     return [d % max(x.rank, 1) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
-def along(e: Emitter, node: fx.Node, *, name: str = "dim", values: tuple[str, ...] = ()) -> Emitted:
-    """An operator along dimensions that are the same for all instances: the same, elsewhere.
-
-    values: names of further tensors of the same shape.
-    """
-    arguments = e.bound(node)
-    x = arguments["self"] = e.to_dense(arguments["self"])
-    dim_or_dims = arguments[name]
-    dims = dims_of(x, dim_or_dims)
-    if any(d in x.axes for d in dims):
-        raise NoRule("it acts along a size of its own")
-    places = [x.place(d) for d in dims]
-    arguments[name] = places if dim_or_dims is None or isinstance(dim_or_dims, (list, tuple)) else places[0]
-    for other in values:
-        y = arguments[other]
-        if isinstance(y, Packed):
-            arguments[other] = Code(e.aligned(y, x.shape))
-    return e.results(node, e.call(node.target, arguments))
-
-
-def crosses(e: Emitter, node: fx.Node, dims: int | Sequence[int] | None) -> tuple[Packed, list[int]]:
-    """The only tensor of a node and its dimensions."""
-    x = e.to_dense(e.bound(node)["self"])
-    return x, dims_of(x, dims)
-
-
 _ALONG = (
     "softmax", "log_softmax", "_softmax", "_log_softmax", "sum", "mean", "amax", "amin", "max", "min", "prod", "cumsum",
     "cumprod", "logsumexp", "sort", "argsort", "topk", "argmax", "argmin", "norm", "linalg_vector_norm", "var", "std",
@@ -269,12 +230,9 @@ _ALONG = (
 _DIMS_ARGUMENT = {"flip": "dims", "roll": "dims", "unfold": "dimension"}
 
 
-def _register_along() -> None:
-    for name in _ALONG:
-        RULES[f"aten::{name}"] = _along_rule(name)
-
-
 def _along_rule(name: str) -> Rule:
+    """An operator along dimensions: over the rows of each instance, or where they are the same for all the same,
+    elsewhere."""
     where = _DIMS_ARGUMENT.get(name, "dim")
 
     def apply(e: Emitter, node: fx.Node) -> Emitted:
@@ -286,20 +244,25 @@ def _along_rule(name: str) -> Rule:
         argument = arguments.get(where)
         if where == "dims" and not argument:
             raise NoRule("no dimensions are named")
-        x, dims = crosses(e, node, argument)
+        x = arguments["self"] = e.to_dense(arguments["self"])
+        dims = dims_of(x, argument)
         if any(d in x.axes for d in dims) or where not in arguments:
             if over is None:
                 raise NoRule("it acts along a size of its own")
             return over(e, node, x, dims)
-        if argument is None or argument == []:
-            if x.layout == DENSE and "dim" in arguments and target._overloadname != "default":
-                return along(e, node, name=where)
+        over_all = argument is None or argument == []
+        if over_all and (x.layout != DENSE or "dim" not in arguments or target._overloadname == "default"):
             raise NoRule("over all dimensions")
-        if name in ("prod", "cumprod"):
+        if not over_all and name in ("prod", "cumprod"):
             return products_of_columns(e, node, x, dims)
-        return along(e, node, name=where)
+        places = [x.place(d) for d in dims]
+        arguments[where] = places if over_all or isinstance(argument, (list, tuple)) else places[0]
+        return e.results(node, e.call(target, arguments))
 
     return apply
+
+
+RULES.update({f"aten::{name}": _along_rule(name) for name in _ALONG})
 
 
 OverRows = Callable[[Emitter, fx.Node, Packed, list[int]], Emitted]
@@ -328,9 +291,9 @@ def _reduced(e: Emitter, node: fx.Node, x: Packed, dims: list[int], first: str) 
     return name, e.lengths(x.shape[x.axes[0]])
 
 
-def _kept(e: Emitter, node: fx.Node, code: str) -> Packed:
-    """A reduced value with the dimensions of size 1 that keepdim=True leaves."""
-    val = node.meta["val"]
+def _kept(e: Emitter, node: fx.Node, code: str, result: torch.Tensor | None = None) -> Packed:
+    """A reduced value, the node's or one of its results, with the dimensions of size 1 that keepdim=True leaves."""
+    val = node.meta["val"] if result is None else result
     if not e.bound(node).get("keepdim"):
         return e.packed(code, val)
     return e.packed(f"({code}).reshape(n, {''.join(f'{d}, ' for d in shape_of(val))})", val)
@@ -343,20 +306,13 @@ def _divided(e: Emitter, v: Packed, size: object, node: fx.Node) -> Packed:
 
 
 def _count(x: Packed, dims: list[int]) -> int:
-    count = 1
-    for d in dims:
-        if d not in x.axes:
-            count *= int(x.shape[d])
-    return count
+    return math.prod(int(x.shape[d]) for d in dims if d not in x.axes)
 
 
 def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Emitted:
     """Over one or both of two own sizes: padding is `fill`, and reduces to nothing. how: a method, or a call of what is
     reduced and its dimensions."""
-    name = x.name
-    for i, a in enumerate(x.axes):
-        if a in dims:
-            name = e.line(f"{e.lengths(x.shape[a])}.hide({name}, {i + 1}, {fill})")
+    name = e.hidden(x, dims, fill)
     call = how if "{" in how else f"{{}}.{how}({{}})"
     name = e.line(call.format(name, tuple(x.place(d) for d in dims)))
     if all(a in dims for a in x.axes):
@@ -444,9 +400,7 @@ def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         return tuple(_other_rows(e, f"{name}[{i}]", x, dims, t) for i, t in enumerate(node.meta["val"]))
     size = e.lengths(x.shape[x.axes[0]])
     name = e.line(f"{size}.none_empty().pad({x.name}, {no_extreme(x.dtype, how)}).{how}(1)")
-    values, indices = node.meta["val"]
-    shape = "".join(f"{d}, " for d in shape_of(values))
-    return tuple(e.packed(f"{name}[{i}].reshape(n, {shape})", t) for i, t in enumerate((values, indices)))
+    return tuple(_kept(e, node, f"{name}[{i}]", t) for i, t in enumerate(node.meta["val"]))
 
 
 def no_extreme(dtype: torch.dtype, how: str) -> str:
@@ -572,11 +526,8 @@ def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 @over("var_mean", "std_mean")
 def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = node.target._schema.name.removeprefix("aten::").removesuffix("_mean")
-    spread, mean = _variance(e, node, x, dims, how)
-    values = zip((spread, mean), node.meta["val"], strict=True)
-    return tuple(
-        e.packed(f"{name}.reshape(n, {''.join(f'{d}, ' for d in shape_of(t))})", t) for name, t in values
-    )
+    values = zip(_variance(e, node, x, dims, how), node.meta["val"], strict=True)
+    return tuple(_kept(e, node, name, t) for name, t in values)
 
 
 @over("flip")
@@ -635,9 +586,6 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _along(e: Emitter, x: Packed, dims: list[int]) -> str:
     """The sizes that a padded value has along dimensions, and their places."""
     return "[" + "".join(f"({e.lengths(x.shape[d])}, {x.place(d)}), " for d in dims if d in x.axes) + "]"
-
-
-_register_along()
 
 
 @rule("batch_norm")
@@ -699,6 +647,6 @@ def _embedding(e: Emitter, node: fx.Node) -> Emitted:
     if index.layout == PADDED:
         if arguments["scale_grad_by_freq"] or arguments["sparse"]:
             raise NoRule("gradients that count indices")
-        arguments["indices"] = Code(e.without_padding(index))
+        arguments["indices"] = Code(e.hidden(index, index.axes))
         return e.gathered_as(index, e.call(node.target, arguments), node.meta["val"])
     return e.packed(e.call(node.target, arguments), node.meta["val"])

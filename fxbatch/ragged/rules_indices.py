@@ -143,7 +143,7 @@ def _of_whole(
     indices = [v for v in parts if v is not None]
     common = shape_of(val)[: val.dim() - (x.rank - len(places))]
     if len(own_dimensions(common)) == 2 and len(indices) == 1:
-        return e.gathered_as(indices[0], f"{x.name}[{e.without_padding(indices[0])}]", val)
+        return e.gathered_as(indices[0], f"{x.name}[{e.hidden(indices[0], indices[0].axes)}]", val)
     if own_dimensions(common) not in ((), (0,)):
         raise NoRule("indices whose own size is not their first")
     names = [e.aligned(e.to_dense(v), common) for v in indices]
