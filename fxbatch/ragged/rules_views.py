@@ -6,6 +6,8 @@ instances stays in front, and index arithmetic does what crosses rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 import sympy
 import torch
 from torch import fx
@@ -87,19 +89,19 @@ def _view(e: Emitter, node: fx.Node) -> Emitted:
         raise NoRule("a view between a fixed shape and one of its own")
     if len(axes) != len(x.axes):
         return _pairs_in_a_row(e, x, shape, val)
-    order, joined = _grouped(x.shape, shape)
+    order, physical, joined = _grouped(x.shape, shape)
     if x.layout == PADDED or len(axes) > 1:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
             raise NoRule("a view that joins two sizes of its own")
-        rest = [str(d) for d in shape if not depends(d)]
-        return e.packed(f"{x.name}.reshape(*{x.name}.shape[:3], {', '.join(rest)})", val)
+        rest = ", ".join(str(d) for d in shape if not depends(d))
+        return e.packed(f"{x.name}.reshape(*{x.name}.shape[:3], {rest})", val)
     name = x.name
     moved = [0] + [x.place(d) for d in order if d not in x.axes]
     if moved != list(range(len(moved))):
         name = e.line(f"{name}.permute({tuple(moved)})")
-    out_rest = [shape[d] for d in _out_order(x.shape, shape) if d not in axes]
-    name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {''.join(f'{d}, ' for d in out_rest)})")
-    physical = [d for d in _out_order(x.shape, shape) if d not in axes]
+    physical = [d for d in physical if d not in axes]
+    rest = "".join(f"{shape[d]}, " for d in physical)
+    name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {rest})")
     wanted = [d for d in range(len(shape)) if d not in axes]
     places = [0] + [1 + physical.index(d) for d in wanted]
     return e.packed(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
@@ -145,16 +147,20 @@ def _less(a: Size, b: Size) -> bool:
     return bool(a.subs(values) < b.subs(values))
 
 
-def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[list[int], bool]:
-    """The order of dimensions in which own ones and the rest of their group come first; whether any are joined."""
+def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[list[int], list[int], bool]:
+    """The orders of dimensions, before and after, in which own ones and the rest of their group come first; whether any
+    are joined."""
     first: list[int] = []
     others: list[int] = []
+    first_out: list[int] = []
+    others_out: list[int] = []
     joined = False
     for ins, outs in _groups(before, after):
         own_in = [d for d in ins if depends(before[d])]
         own_out = [d for d in outs if depends(after[d])]
         if not own_in and not own_out:
             others += ins
+            others_out += outs
             continue
         sized = [d for d in ins if before[d] != 1]
         sized_out = [d for d in outs if after[d] != 1]
@@ -162,19 +168,8 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
             raise NoRule("a view in which a size of its own is not the first of what it is joined with")
         joined = joined or len(sized) > 1 or len(sized_out) > 1
         first += sized + [d for d in ins if d not in sized]
-    return first + others, joined
-
-
-def _out_order(before: tuple[object, ...], after: tuple[object, ...]) -> list[int]:
-    first: list[int] = []
-    others: list[int] = []
-    for _, outs in _groups(before, after):
-        if any(depends(after[d]) for d in outs):
-            sized = [d for d in outs if after[d] != 1]
-            first += sized + [d for d in outs if d not in sized]
-        else:
-            others += outs
-    return first + others
+        first_out += sized_out + [d for d in outs if d not in sized_out]
+    return first + others, first_out + others_out, joined
 
 
 @rule("expand", "expand_as", "broadcast_to")
@@ -527,12 +522,17 @@ def _eye(e: Emitter, node: fx.Node) -> Emitted:
 
 @rule("diagonal")
 def _diagonal(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
-    x = a["self"]
-    whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
-    if not whole or a["offset"] or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}:
-        raise NoRule("this diagonal")
+    x = _of_diagonal(e.bound(node))
     return e.packed(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", node.meta["val"])
+
+
+def _of_diagonal(a: dict[str, Any]) -> Packed:
+    """The matrix `[T, T]` whose diagonal is asked for."""
+    x: Packed = a["self"]
+    square = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
+    if not square or a["offset"] or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}:
+        raise NoRule("this diagonal")
+    return x
 
 
 @rule("repeat")
@@ -565,14 +565,8 @@ def _complex(e: Emitter, node: fx.Node) -> Emitted:
 def _diagonal_scatter(e: Emitter, node: fx.Node) -> Emitted:
     """`x.fill_diagonal_(0)` of `[T, T]` as a function."""
     a = e.bound(node)
-    x, y = a["self"], a["src"]
-    whole = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
-    if (
-        not whole
-        or a["offset"]
-        or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}
-        or y.layout not in (PACKED, WHOLE)
-    ):
+    x, y = _of_diagonal(a), a["src"]
+    if y.layout not in (PACKED, WHOLE):
         raise NoRule("this diagonal")
     size = e.lengths(x.shape[0])
     source = y.name if y.layout == WHOLE else f"{size}.pad({y.name}).unsqueeze(2)"
