@@ -111,6 +111,11 @@ class Lengths:
         return self._to(padded_rows(self.sizes, self.total, self.longest, False))
 
     @functools.cached_property
+    def repeated(self) -> np.ndarray:
+        """int64 [n, longest]: the places of each instance; those beyond its last repeat it."""
+        return np.minimum(np.arange(self.longest)[None], (self.sizes[:, None] - 1).clip(0))
+
+    @functools.cached_property
     def mask(self) -> torch.Tensor:
         """bool [n, longest]: which places of the padded form are rows."""
         return self._to(np.arange(self.longest)[None] < self.sizes[:, None])
@@ -188,22 +193,19 @@ class Lengths:
     def mean(self, rows: torch.Tensor) -> torch.Tensor:
         """[total, ...] => [n, ...]."""
         if looped(rows):
-            found: torch.Tensor = _applied(_Mean, self, rows)
-            return found
+            return _applied(_Mean, self, rows)
         return self.divided(self.sum(rows), 1)
 
     def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The sum of `weights * rows` over the rows of each instance: [total, 1], [total, d] => [n, d]."""
         if looped(rows) and looped(weights):
-            sums: torch.Tensor = _applied(_Weighted, self, weights, rows)
-            return sums
+            return _applied(_Weighted, self, weights, rows)
         return self.sum(weights * rows)
 
     def softmax(self, rows: torch.Tensor) -> torch.Tensor:
         """The softmax over the rows of each instance."""
         if looped(rows) and rows.numel() <= NARROW * self.total:
-            shares: torch.Tensor = _applied(_Softmax, self, rows)
-            return shares
+            return _applied(_Softmax, self, rows)
         return self.unpad(self.pad(rows, float("-inf")).softmax(1))
 
     def extreme(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
@@ -530,6 +532,25 @@ class _Variance(torch.autograd.Function):
             gradient = (gradient / (spread * 2)).masked_fill(spread == 0, 0)
         centred = rows - size.each(size.divided(size.sum(rows), 1))
         return size.each(2 / count * gradient) * centred, None, None, None
+
+
+def pairs_in_a_row(padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
+    """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
+    width = np.maximum(b.sizes, 1)[both.segments]
+    i, j = both.positions // width, both.positions % width
+    places = (both.segments * a.longest + i) * b.longest + j
+    return padded.flatten(0, 2).index_select(0, torch.from_numpy(places).to(padded.device))
+
+
+def pairs(rows: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
+    """The other way; padding repeats pairs of the instance."""
+    i, j = a.repeated[:, :, None], b.repeated[:, None, :]
+    places = both.starts[:, None, None] + i * b.sizes[:, None, None] + j
+    if both.shortest == 0:
+        places[both.sizes == 0] = both.total
+        rows = both.extended(rows)
+    picked = rows.index_select(0, torch.from_numpy(places.reshape(-1)).to(rows.device))
+    return picked.view(*places.shape, *rows.shape[1:])
 
 
 def interleaved(parts: Sequence[Lengths]) -> torch.Tensor:

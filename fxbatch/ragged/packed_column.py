@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from fxbatch.ragged.lengths import Lengths
+from fxbatch.ragged.lengths import Lengths, pairs
 
 # One tensor for all; [n, ...]; the rows of one instance after those of another; [n, longest, longest, ...].
 WHOLE, DENSE, PACKED, PADDED = "whole", "dense", "packed", "padded"
@@ -123,21 +123,6 @@ def together(
     if len(axes) == 1:
         joined = torch.cat(list(parts), dim=axes[0])
         return joined.movedim(axes[0], 0) if axes[0] else joined
-    return _padded_together([p.movedim(tuple(axes), (0, 1)) for p in parts], *lengths)
-
-
-def _padded_together(parts: Sequence[torch.Tensor], first: Lengths, second: Lengths) -> torch.Tensor:
-    """Tensors [T, S, ...] => [n, longest T, longest S, ...]; padding repeats elements of the instance."""
-    rows = torch.cat([p.reshape(-1, *p.shape[2:]) for p in parts])
-    sizes = first.sizes * second.sizes
-    starts = torch.from_numpy(sizes.cumsum() - sizes)
-    i, j = (
-        torch.arange(size.longest, device="cpu").minimum((size.column.cpu()[:, None] - 1).clamp(min=0))
-        for size in (first, second)
-    )
-    place = starts[:, None, None] + i[:, :, None] * second.column.cpu()[:, None, None] + j[:, None, :]
-    place[torch.from_numpy(sizes == 0)] = len(rows)
-    if (sizes == 0).any():
-        rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
-    flat = rows.index_select(0, place.reshape(-1).to(rows.device))
-    return flat.reshape(first.n, first.longest, second.longest, *rows.shape[1:])
+    first, second = lengths
+    rows = torch.cat([p.movedim(tuple(axes), (0, 1)).flatten(0, 1) for p in parts])
+    return pairs(rows, first, second, Lengths(first.sizes * second.sizes, rows.device))

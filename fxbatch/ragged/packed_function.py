@@ -96,7 +96,7 @@ class PackedMinibatch:
     ) -> torch.Tensor:
         """Of [n, ..., have, ...], along dimension 1 or 2, `size` elements from `start` on; padding repeats the last."""
         start = np.broadcast_to(np.asarray(start), (self.n,))
-        places = start[:, None] + self._repeated(size) * step
+        places = start[:, None] + size.repeated * step
         return self._picked(padded, dim, places.clip(0, max(have - 1, 0)))
 
     def widened(
@@ -104,7 +104,7 @@ class PackedMinibatch:
     ) -> torch.Tensor:
         """All of [n, ..., longest, ...] along dimension 1 or 2, with `before` and more of a value at both ends."""
         before = np.broadcast_to(np.asarray(before), (self.n,))
-        places = self._repeated(out) - before[:, None]
+        places = out.repeated - before[:, None]
         inside = (places >= 0) & (places < size.sizes[:, None])
         if not size.longest:
             return padded.new_full((*padded.shape[:dim], out.longest, *padded.shape[dim + 1 :]), value)
@@ -116,34 +116,13 @@ class PackedMinibatch:
         self, parts: Sequence[torch.Tensor], sizes: Sequence[Lengths], out: Lengths, dim: int
     ) -> torch.Tensor:
         """The elements of each instance in all parts, one part after another, along dimension 1 or 2."""
-        places, first = self._repeated(out), np.zeros((self.n, 1), dtype=np.int64)
+        places, first = out.repeated, np.zeros((self.n, 1), dtype=np.int64)
         row_places, begin = np.zeros_like(places), 0
         for size in sizes:
             mine = (places >= first) & (places < first + size.sizes[:, None])
             row_places = np.where(mine, places - first + begin, row_places)
             first, begin = first + size.sizes[:, None], begin + size.longest
         return self._picked(torch.cat(list(parts), dim), dim, row_places)
-
-    def pairs_in_a_row(self, padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
-        """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
-        width = np.maximum(b.sizes, 1)[both.segments]
-        i, j = both.positions // width, both.positions % width
-        places = (both.segments * a.longest + i) * b.longest + j
-        return padded.flatten(0, 2).index_select(0, torch.from_numpy(places).to(self.device))
-
-    def pairs(self, rows: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
-        """The other way; padding repeats pairs of the instance."""
-        i, j = self._repeated(a)[:, :, None], self._repeated(b)[:, None, :]
-        places = both.starts[:, None, None] + i * b.sizes[:, None, None] + j
-        if both.shortest == 0:
-            places[both.sizes == 0] = both.total
-            rows = both.extended(rows)
-        picked = rows.index_select(0, torch.from_numpy(places.reshape(-1)).to(self.device))
-        return picked.view(*places.shape, *rows.shape[1:])
-
-    def _repeated(self, size: Lengths) -> np.ndarray:
-        """int64 [n, longest]: the places of each instance; those beyond its last repeat it."""
-        return np.minimum(np.arange(size.longest)[None], (size.sizes[:, None] - 1).clip(0))
 
     def _picked(self, padded: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
         front = padded.transpose(1, dim)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import Shape, Size, depends
-from fxbatch.ragged.lengths import interleaved
+from fxbatch.ragged.lengths import interleaved, pairs, pairs_in_a_row
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -118,7 +118,8 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> P
     ):
         raise NoRule("a view that joins two sizes of its own with others")
     sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
-    return e.packed(f"z.{'pairs_in_a_row' if x.layout == PADDED else 'pairs'}({x.name}, {sizes})", val)
+    move = e.const(pairs_in_a_row if x.layout == PADDED else pairs)
+    return e.packed(f"{move}({x.name}, {sizes})", val)
 
 
 def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:

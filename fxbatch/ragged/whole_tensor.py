@@ -15,10 +15,7 @@ import numpy as np
 import torch
 
 from fxbatch.ragged.lengths import Lengths
-
-Along = Sequence[
-    tuple[Lengths, int]
-]  # sizes of the instances' own, and the dimensions that they are padded along
+from fxbatch.ragged.padding import Along
 
 
 def norm(padded: torch.Tensor, order: float, dims: Sequence[int], along: Along) -> torch.Tensor:
