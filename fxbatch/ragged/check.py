@@ -42,8 +42,7 @@ def check_against_body(
         return
     columns = list(zip(*instances, strict=True))
     outputs, z = function(columns, operands, function.columns_of(columns), columns[0][0].device)
-    apart = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
-    packed = list(zip(*apart, strict=True))
+    packed = list(zip(*function.apart(outputs, z), strict=True))
     for message in packed_differences(packed, loop, instances, operands, run_loop):
         raise AssertionError(f"it differs from the loop: {message}")
 

@@ -350,7 +350,7 @@ def _applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.
     """Applies an autograd function; if no gradients are recorded, its forward alone."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[1:]):
         return function.apply(*arguments)
-    return function.forward(None, *arguments)
+    return function.forward(Saved(), *arguments)
 
 
 class Saved(torch.autograd.function.FunctionCtx):
@@ -400,8 +400,7 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Saved, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
-        if ctx is not None:
-            ctx.size = size
+        ctx.size = size
         rows = rows.contiguous()
         reduced = rows.new_empty((size.n, *rows.shape[1:]))
         means(rows.data_ptr(), size.sizes, _width(rows), reduced.data_ptr())
@@ -423,9 +422,8 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Saved, size: Lengths, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         weights, rows = weights.contiguous(), rows.contiguous()
-        if ctx is not None:
-            ctx.size = size
-            ctx.save_for_backward(weights, rows)
+        ctx.size = size
+        ctx.save_for_backward(weights, rows)
         reduced = rows.new_empty((size.n, *rows.shape[1:]))
         weighted_sums(weights.data_ptr(), rows.data_ptr(), size.sizes, _width(rows), reduced.data_ptr())
         return reduced
@@ -452,9 +450,8 @@ class _Softmax(torch.autograd.Function):
         rows = rows.contiguous()
         result = torch.empty_like(rows)
         softmax(rows.data_ptr(), size.sizes, _width(rows), result.data_ptr())
-        if ctx is not None:
-            ctx.size = size
-            ctx.save_for_backward(result)
+        ctx.size = size
+        ctx.save_for_backward(result)
         return result
 
     @staticmethod

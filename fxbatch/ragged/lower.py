@@ -106,6 +106,14 @@ def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
     return tuple(i for i, e in enumerate(shape) if depends(e))
 
 
+def layout_of(shape: Sequence[object]) -> str:
+    """The layout of a value of the instances that has this shape."""
+    own = len(own_dimensions(shape))
+    if own > 2:
+        raise NoRule(f"a tensor with {own} sizes of its own")
+    return (DENSE, PACKED, PADDED)[own]
+
+
 def shape_of(tensor: torch.Tensor) -> Shape:
     """A traced tensor's shape: ints and expressions of sizes."""
     sizes = []
@@ -238,10 +246,7 @@ class Emitter:
     def packed(self, code: str, like: Packed | torch.Tensor, layout: str | None = None) -> Packed:
         """A new value of the shape and type of a traced tensor (or of another value)."""
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
-        if layout is None:
-            layout = (DENSE, PACKED, PADDED)[min(len(own_dimensions(shape)), 2)]
-        if len(own_dimensions(shape)) > 2:
-            raise NoRule(f"a tensor with {len(own_dimensions(shape))} sizes of its own")
+        layout = layout or layout_of(shape)
         return Packed(self.line(code), layout, shape, like.dtype)
 
     def results(self, node: fx.Node, code: str, layout: str | None = None) -> Emitted:
@@ -315,9 +320,8 @@ class Emitter:
 
     def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""
-        axes = own_dimensions(shape)
+        axes, layout = own_dimensions(shape), layout_of(shape)
         lead = len(shape) - v.rank
-        layout = (DENSE, PACKED, PADDED)[len(axes)]
         rest = len(shape) - len(axes)
         mine = tuple(a + lead for a in v.axes)
         for a in mine:

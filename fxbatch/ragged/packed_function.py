@@ -23,6 +23,7 @@ from fxbatch.ragged.expressions import ColumnsFunction, columns_function
 from fxbatch.ragged.lengths import Lengths
 from fxbatch.ragged.lower import Lowered, Packed, lower
 from fxbatch.ragged.packed_column import PackedColumn, together
+from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.row_places import windows
 from fxbatch.ragged.rules import kept_whole, rule_of
 from fxbatch.ragged.symbolic import SizedGraph
@@ -277,7 +278,7 @@ def _masked(mask: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
     return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
-_RECURRENT = {name: getattr(torch.ops.aten, name).data for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+_RECURRENT = {name: getattr(torch.ops.aten, name).data for name in NAMES}
 
 
 @dataclass
@@ -384,9 +385,9 @@ class PackedFunction:
         lengths = [Lengths(x, device) for x in sizes[first : first + 2]] if len(dims) == 2 else []
         return together(column, dims, lengths)
 
-    def apart(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> list[torch.Tensor]:
-        """An output as the tensors of the instances."""
-        return list(self.column(output, tensor, z))
+    def apart(self, outputs: Sequence[torch.Tensor], z: PackedMinibatch) -> list[list[torch.Tensor]]:
+        """Each output as the tensors of the instances."""
+        return [list(self.column(o, t, z)) for o, t in zip(self.lowered.outputs, outputs, strict=True)]
 
     def column(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> PackedColumn:
         """An output as it is, from which the tensors of the instances are taken when somebody asks for one."""

@@ -23,6 +23,7 @@ from fxbatch.ragged.lower import (
     Emitter,
     NoRule,
     Packed,
+    layout_of,
     own_dimensions,
     shape_of,
 )
@@ -74,8 +75,9 @@ def _index(e: Emitter, node: fx.Node) -> Emitted:
     if len(indices) > 1:
         common = shape_of(val)[: val.dim() - (x.rank - len(places))]
         names = [e.aligned(v, common) for v in indices]
-        layout = (DENSE, PACKED, PADDED)[len(own_dimensions(common))]
-        indices = [Packed(name, layout, common, v.dtype) for name, v in zip(names, indices, strict=True)]
+        indices = [
+            Packed(name, layout_of(common), common, v.dtype) for name, v in zip(names, indices, strict=True)
+        ]
     first = indices[0]
     if any(d > 0 for d in x.axes):
         raise NoRule("indices of rows whose own size is not the first")
@@ -204,9 +206,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Emitted:
     wanted = (index.shape[0], *x.shape[1:])
     values = e.to_dense(a["values"])
     name = e.aligned(values, wanted)
-    source = table_of(e, Packed(name, (DENSE, PACKED)[len(own_dimensions(wanted))], wanted, values.dtype), 0)[
-        0
-    ]
+    source, _ = table_of(e, Packed(name, layout_of(wanted), wanted, values.dtype), 0)
     rows = e.line(f"{_rows(e, index, size, from_end=True)}.reshape(-1)")
     if not a["accumulate"]:
         code = f"{table}.index_put(({rows},), {source})"

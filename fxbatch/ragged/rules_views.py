@@ -24,6 +24,7 @@ from fxbatch.ragged.lower import (
     Emitter,
     NoRule,
     Packed,
+    layout_of,
     operator_of,
     own_dimensions,
     shape_of,
@@ -311,7 +312,7 @@ def _cat(e: Emitter, node: fx.Node) -> Emitted:
             names = [e.to_dense(p).name for p in parts]
             return e.packed(f"torch.cat([{', '.join(names)}], {d + 1})", val)
         names = [e.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
-        place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
+        place = Packed("", layout_of(shape), shape, val.dtype).place(d)
         return e.packed(f"torch.cat([{', '.join(names)}], {place})", val)
     return _joined(e, parts, d, val)
 
@@ -392,7 +393,7 @@ def _stack(e: Emitter, node: fx.Node) -> Emitted:
     d = a["dim"] % len(shape)
     inner = (*shape[:d], *shape[d + 1 :])
     names = [e.aligned(p, inner) for p in a["tensors"]]
-    place = Packed("", (DENSE, PACKED, PADDED)[len(own_dimensions(shape))], shape, val.dtype).place(d)
+    place = Packed("", layout_of(shape), shape, val.dtype).place(d)
     return e.packed(f"torch.stack(torch.broadcast_tensors({', '.join(names)}), {place})", val)
 
 

@@ -113,10 +113,7 @@ def alone(e: Emitter, node: fx.Node) -> Emitted:
     for t in results:
         axes = own_dimensions(shape_of(t)) if isinstance(t, torch.Tensor) else None
         outputs.append(axes)
-        if axes is not None:
-            if len(axes) > 2:
-                raise NoRule(f"a tensor with {len(axes)} sizes of its own")
-            codes += [e.lengths(shape_of(t)[a]) for a in axes]
+        codes += [e.lengths(shape_of(t)[a]) for a in axes or ()]
     call = Alone(NODES.get(node.target, node.target), described, spec, outputs)
     name = e.line(f"{e.const(call)}(n, {', '.join(codes)})")
     return e.results(node, name if isinstance(val, (tuple, list)) else f"{name}[0]")

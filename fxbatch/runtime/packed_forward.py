@@ -664,9 +664,5 @@ def _stacked(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) 
 
 def _separate(variant: Variant, outputs: list[torch.Tensor], z: PackedMinibatch) -> list[object]:
     """A result an instance."""
-    function = variant.function
-    columns = [
-        function.apart(output, tensor, z)
-        for output, tensor in zip(function.lowered.outputs, outputs, strict=True)
-    ]
+    columns = variant.function.apart(outputs, z)
     return [tree_unflatten(list(row), variant.spec) for row in zip(*columns, strict=True)]

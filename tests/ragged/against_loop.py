@@ -41,7 +41,7 @@ def check_packed(
     found = function.columns_of(columns)
     assert function.graph.fitting(found).all(), f"sizes that the graph is not for: {function.graph.guards}"
     outputs, z = function(columns, weights, found, torch.device("cpu"))
-    packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+    packed = function.apart(outputs, z)
 
     wrong = difference(packed, instances, lambda rows, shared: [flat(*row, *shared) for row in rows], weights)
     assert not wrong, wrong

@@ -77,7 +77,7 @@ def outcome(op: Any, sample: Any) -> str:
     columns = [[c[i] for i in chosen] for c in columns]
     try:
         outputs, z = function(columns, [], [s[fits] for s in sizes], torch.device("cpu"))
-        packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+        packed = function.apart(outputs, z)
     except Exception as error:  # noqa: BLE001 - it must not fail where the loop does not
         return f"wrong: {type(error).__name__}: {str(error)[:150]}"
     wrong = difference(packed, [instances[i] for i in chosen], lambda rows, _: [body(*row) for row in rows])

@@ -115,7 +115,7 @@ def difference_at_the_edge(body: Body, make: Callable[[int], torch.Tensor]) -> s
     instances = [i for i, fits in zip(instances, function.graph.fitting(sizes), strict=True) if fits]
     columns = list(zip(*instances, strict=True))
     outputs, z = function(columns, [], function.columns_of(columns), torch.device("cpu"))
-    packed = [function.apart(o, t, z) for o, t in zip(function.lowered.outputs, outputs, strict=True)]
+    packed = function.apart(outputs, z)
     flags = [row[0].requires_grad for row in loop_of(body, instances)]
     if [t.requires_grad for t in packed[0]] != flags:
         return f"gradients are required as {[t.requires_grad for t in packed[0]]}, not {flags}"
@@ -147,7 +147,7 @@ def test_second_derivatives_of_variances(body: Body) -> None:
     )
     leaves = [torch.randn(t, 2, dtype=torch.float64, requires_grad=True) for t in (3, 4)]
     outputs, z = function([leaves], [], function.columns_of([leaves]), torch.device("cpu"))
-    packed = function.apart(function.lowered.outputs[0], outputs[0], z)
+    packed = function.apart(outputs, z)[0]
     second = []
     for results in (packed, [body(x) for x in leaves]):
         first = torch.autograd.grad([t.square().sum() for t in results], leaves, create_graph=True)
