@@ -34,8 +34,8 @@ from fxbatch.codegen.body import (
     record,
     run,
 )
-from fxbatch.codegen.operation_graphs import NotBatchable, fit, rows_node, run_graph, size_argument
-from fxbatch.ir import Layout, Signature, TensorSpec
+from fxbatch.codegen.operation_graphs import NotBatchable, fit, run_graph, size_argument
+from fxbatch.ir import Layout, Signature
 from fxbatch.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -62,10 +62,6 @@ class Joint:
     @property
     def graph(self) -> fx.Graph:
         return self.module.graph
-
-    def graph_rows(self) -> fx.Node:
-        """The placeholder n."""
-        return rows_node(self.module.graph)
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
@@ -152,20 +148,6 @@ def only_device(
 _BATCH_NORM = torch.ops.aten.native_batch_norm.default
 
 
-def _rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:
-    """A tensor `[*lead, *shape]` of a tensor type: a fake one, or on "meta" without a mode."""
-    if mode is not None:
-        return fake_rows(mode, kind, *lead)
-    return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device="meta")
-
-
-def _operands(mode: FakeTensorMode | None, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of the forms of shared operands."""
-    if mode is not None:
-        return fake_shared(mode, shared)
-    return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in shared]
-
-
 def _scaled(tape: Tape, n: int, rows: int) -> Tape:
     """What a tape that was recorded at n rows is at others, if what is a multiple of n there is one of the rows."""
 
@@ -199,12 +181,12 @@ def _record_joint(
     for group, need in zip(layout.groups, needs, strict=True):
         lead = (n,) if len(group) == 1 else (n, len(group))
         kind = signature.inputs[group[0]]
-        groups.append(_rows(mode, kind, *lead).requires_grad_(need and kind.differentiable))
+        groups.append(fake_rows(mode, kind, *lead).requires_grad_(need and kind.differentiable))
     weights = [
         x.requires_grad_(need and (x.is_floating_point() or x.is_complex()))
-        for x, need in zip(_operands(mode, shared), shared_needs, strict=True)
+        for x, need in zip(fake_shared(mode, shared), shared_needs, strict=True)
     ]
-    gradients = [_rows(mode, kind, n) for kind in signature.outputs]
+    gradients = [fake_rows(mode, kind, n) for kind in signature.outputs]
     present: list[bool] = []
 
     def joint(*_: torch.Tensor) -> list[object]:
@@ -217,7 +199,7 @@ def _record_joint(
         return [*outputs, *(slot for slot in slots if slot is not None)]
 
     with mode or contextlib.nullcontext(), no_vmap_fallback(), torch.set_grad_enabled(signature.modes.grad):
-        dummy = _rows(mode, signature.outputs[0], n) if signature.outputs else torch.empty(n)
+        dummy = fake_rows(mode, signature.outputs[0], n) if signature.outputs else torch.empty(n)
         operands = [*groups, *weights, *gradients, dummy]
         tape = record(joint, operands)
         if tape.writes:

@@ -234,13 +234,17 @@ def devices_of(signature: Signature) -> list[str]:
     return list(dict.fromkeys(t.device.type for t in (*signature.inputs, *signature.outputs)))
 
 
-def fake_rows(mode: FakeTensorMode, kind: TensorSpec, *lead: int) -> torch.Tensor:
-    """A fake tensor `[*lead, *shape]` of a tensor type."""
-    with mode:
-        return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=kind.device)
+def fake_rows(mode: FakeTensorMode | None, kind: TensorSpec, *lead: int) -> torch.Tensor:
+    """A tensor `[*lead, *shape]` of a tensor type: a fake one, or on "meta" without a mode."""
+    with mode or contextlib.nullcontext():
+        device = "meta" if mode is None else kind.device
+        return torch.empty((*lead, *kind.shape), dtype=kind.dtype, device=device)
 
 
-def fake_shared(mode: FakeTensorMode, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def fake_shared(mode: FakeTensorMode | None, shared: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the forms of shared operands, likewise."""
+    if mode is None:
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in shared]
     return [mode.from_tensor(x.detach()) for x in shared]
 
 

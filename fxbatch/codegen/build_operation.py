@@ -180,7 +180,7 @@ def build_joint(
     body = group_inputs(body, layout, signature)
     joint = batch_body(body, signature, layout, *needs, shared, mode, zeros, recordings)
     with ours(NotBatchable):
-        mark_kept_detaches(joint.graph, joint.outputs)
+        mark_kept_detaches(joint.outputs)
         clean(joint.graph)
         rewrite(joint.graph)
     return joint, layout, sparse

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,6 +109,19 @@ class Large:
 
 class NotBatchable(Exception):
     """Raised inside codegen, with the reason; `build_operation` turns it into `Unbatched`."""
+
+
+def ancestors(nodes: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> dict[fx.Node, None]:
+    """The nodes and all that they need, as an ordered set; of `stops` not what these need."""
+    seen: dict[fx.Node, None] = {}
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            if node not in stops:
+                stack.extend(node.all_input_nodes)
+    return seen
 
 
 # -- shapes that depend on the number of rows

@@ -10,7 +10,7 @@ taken is row-wise `[n, ...]`, so that rows of many steps can be put one after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,15 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.batch import Joint
-from fxbatch.codegen.operation_graphs import Flows, NotBatchable, Ref, bytes_per_row, row_type
+from fxbatch.codegen.operation_graphs import (
+    Flows,
+    NotBatchable,
+    Ref,
+    ancestors,
+    bytes_per_row,
+    row_type,
+    rows_node,
+)
 from fxbatch.codegen.simplify import eliminate_dead, is_random
 from fxbatch.ir import TensorSpec
 
@@ -52,26 +60,13 @@ def _row_types(nodes: Sequence[fx.Node]) -> tuple[TensorSpec, ...]:
     return kinds
 
 
-def ancestors(nodes: Iterable[fx.Node], stops: Container[fx.Node] = ()) -> dict[fx.Node, None]:
-    """The nodes and all that they need, as an ordered set; of `stops` not what these need."""
-    seen: dict[fx.Node, None] = {}
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen[node] = None
-            if node not in stops:
-                stack.extend(node.all_input_nodes)
-    return seen
-
-
 def partition(joint: Joint) -> Partition:
     """Cut the joint graph in three."""
     outputs = list(joint.outputs)
     inputs = [x for x in joint.group_gradients if x is not None]
     shared = [x for x in joint.shared_gradients if x is not None]
     forward = ancestors(outputs)
-    free = {joint.graph_rows(): None, **dict.fromkeys(joint.shared)}
+    free = {rows_node(joint.graph): None, **dict.fromkeys(joint.shared)}
     starts = dict.fromkeys(x for x in joint.output_gradients if x is not None)
     backward = {x: None for x in ancestors(inputs) if x not in forward}
     later = {x: None for x in ancestors([*inputs, *shared]) if x not in forward}
@@ -262,9 +257,8 @@ def _used(
 def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Graph:
     """A graph `(n, *inputs) -> wanted` of copies of the joint graph's nodes."""
     graph = fx.Graph()
-    rows = joint.graph_rows()
     node_of: dict[fx.Node, fx.Node] = {}
-    for node in [rows, *inputs]:
+    for node in [rows_node(joint.graph), *inputs]:
         name = node.name if node.op == "placeholder" else f"kept_{node.name}"
         node_of[node] = graph.placeholder(name)
         node_of[node].meta = dict(node.meta)

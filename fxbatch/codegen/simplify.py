@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxbatch.codegen.operation_graphs import add_call, device_of, dtype, is_tensor, shape, shape_argument
+from fxbatch.codegen.operation_graphs import (
+    add_call,
+    ancestors,
+    device_of,
+    dtype,
+    is_tensor,
+    shape,
+    shape_argument,
+)
 
 aten = torch.ops.aten
 
@@ -289,18 +297,11 @@ def _detach_of_gradient(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return node.args[0] if not node.meta.get("keep") else None
 
 
-def mark_kept_detaches(graph: fx.Graph, outputs: tuple[fx.Node, ...]) -> None:
+def mark_kept_detaches(outputs: tuple[fx.Node, ...]) -> None:
     """The user's detaches are those that the outputs depend on; they stay for ordinary autograd."""
-    seen: dict[fx.Node, None] = {}
-    stack = list(outputs)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen[node] = None
+    for node in ancestors(outputs):
         if node.target is aten.detach.default:
             node.meta["keep"] = True
-        stack.extend(node.all_input_nodes)
 
 
 def _one_cat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
