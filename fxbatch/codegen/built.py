@@ -35,7 +35,7 @@ from torch import fx
 
 from fxbatch.caches import Cache
 from fxbatch.codegen import body as _body
-from fxbatch.codegen.operation_graphs import OperationGraphs, Ref
+from fxbatch.codegen.operation_graphs import Flows, OperationGraphs, Ref
 from fxbatch.ir import Layout, Signature, TensorSpec
 from fxbatch.signature import tensor_spec
 from fxbatch.torch_private import FakeTensor, LazyGraphModule, fake_mode
@@ -44,6 +44,7 @@ Fields = dict[str, Any]  # of OperationGraphs, but for its signature
 
 _IN_FOLDER = 4096  # files
 _MODULES = ("forward", "backward", "parameters")
+_FIELDS = ("layout", "random", *Flows.__dataclass_fields__)  # what else is kept of OperationGraphs
 _READ = ("ir.py", "signature.py", "torch_private.py")  # what building reads besides this folder
 _graphs: Cache[str, Fields] = Cache("graphs")
 
@@ -63,14 +64,14 @@ def content_of(
     try:
         told = [
             _nodes(body.graph, values=False),
-            [_type(t) for t in (*signature.inputs, *signature.outputs)],
+            _text((*signature.inputs, *signature.outputs), {}),
             len(signature.inputs),
             str(signature.modes),
             str(signature.modes.default_dtype),
             signature.operation.random,
             [list(map(bool, n)) for n in needs],
             [_form(x) for x in shared],
-            [list(z) for z in zeros],
+            _text(zeros, {}),
             torch.are_deterministic_algorithms_enabled(),
         ]
     except _NoText:
@@ -95,8 +96,7 @@ def keep(key: str, graphs: OperationGraphs) -> None:
     """Keep graphs that were built and checked."""
     if not key:
         return
-    names = [x for x in OperationGraphs.__dataclass_fields__ if x not in ("signature", "checked")]
-    fields = {x: getattr(graphs, x) for x in names}
+    fields = {x: getattr(graphs, x) for x in (*_MODULES, *_FIELDS)}
     if any(_constants(fields[x]) for x in _MODULES):
         return
     _graphs.put(key, fields)
@@ -175,8 +175,9 @@ def _text(x: Any, number: dict[fx.Node, int]) -> object:
     """JSON that tells all of an argument."""
     if x is None or type(x) in (bool, int, str):
         return x
-    if type(x) is float:
-        return {"float": x.hex()}
+    if type(x) in _KINDS:
+        kind, write, _ = _KINDS[type(x)]
+        return {kind: write(x)}
     if type(x) in (list, tuple) or type(x).__name__ == "immutable_list":
         return {type(x).__name__ if type(x) is tuple else "list": [_text(y, number) for y in x]}
     if isinstance(x, dict):
@@ -185,10 +186,6 @@ def _text(x: Any, number: dict[fx.Node, int]) -> object:
         return {"node": number[x]}
     if isinstance(x, slice):
         return {"slice": [_text(y, number) for y in (x.start, x.stop, x.step)]}
-    if isinstance(x, torch.device):
-        return {"device": str(x)}
-    if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
-        return {"word": str(x)}
     if isinstance(x, torch.Tensor):
         return {"tensor": _form(x)}
     if type(x) is torch.Size:
@@ -203,13 +200,21 @@ def _form(x: torch.Tensor) -> list[object]:
     return [list(x.shape), list(x.stride()), str(x.dtype), str(x.device), ""]
 
 
-def _type(t: TensorSpec) -> list[object]:
-    return [list(t.shape), str(t.dtype), str(t.device)]
-
-
 def _tensor_spec(told: list[Any]) -> TensorSpec:
     shape, dtype, device = told
     return tensor_spec(tuple(shape), _WORDS[dtype], torch.device(device))
+
+
+# By type of what holds no node: its word, how it is written, and how it is read.
+_KINDS: dict[type, tuple[str, Callable[[Any], object], Callable[[Any], object]]] = {
+    float: ("float", float.hex, float.fromhex),
+    torch.device: ("device", str, torch.device),
+    **dict.fromkeys((torch.dtype, torch.layout, torch.memory_format), ("word", str, _WORDS.__getitem__)),
+    Ref: ("ref", lambda r: [r.kind, r.index], lambda told: Ref(*told)),
+    TensorSpec: ("type", lambda t: [list(t.shape), str(t.dtype), str(t.device)], _tensor_spec),
+    Layout: ("layout", lambda x: x.groups, lambda groups: Layout(tuple(map(tuple, groups)))),
+}
+_READERS = {kind: read for kind, _, read in _KINDS.values()}
 
 
 class _Reader:
@@ -247,17 +252,9 @@ class _Reader:
             return {k: self.read(z, nodes) for k, z in y}
         if kind == "node":
             return nodes[y]
-        if kind == "float":
-            return float.fromhex(y)
         if kind == "slice":
             return slice(*(self.read(z, nodes) for z in y))
-        if kind == "device":
-            return torch.device(y)
-        if kind == "word":
-            return _WORDS[y]
-        if kind == "tensor":
-            return self.tensor(y)
-        raise ValueError(kind)
+        return self.tensor(y) if kind == "tensor" else _READERS[kind](y)
 
     def tensor(self, form: list[Any]) -> torch.Tensor:
         shape, strides, dtype, device, layout = form
@@ -332,20 +329,8 @@ def _read(key: str) -> Fields | None:
             return None
         fields: dict[str, Any] = json.loads(text)
         reader = _Reader()
-        types = lambda rows: tuple(_tensor_spec(t) for t in rows)  # noqa: E731
-        refs = lambda rows: tuple(Ref(kind, i) for kind, i in rows)  # noqa: E731
-        return {
-            "layout": Layout(tuple(map(tuple, fields["layout"]))),
-            "saved_types": types(fields["saved_types"]),
-            "extra_types": types(fields["extra_types"]),
-            "backward_inputs": refs(fields["backward_inputs"]),
-            "parameter_inputs": refs(fields["parameter_inputs"]),
-            "grad_outputs": tuple(fields["grad_outputs"]),
-            "grad_groups": tuple(fields["grad_groups"]),
-            "grad_shared": tuple(fields["grad_shared"]),
-            "random": bool(fields["random"]),
-            **{x: reader.module(fields[x], x.capitalize()) for x in _MODULES},
-        }
+        modules = {x: reader.module(fields[x], x.capitalize()) for x in _MODULES}
+        return {**modules, **{x: reader.read(fields[x], []) for x in _FIELDS}}
     except FileNotFoundError:
         return None
     except Exception:  # noqa: BLE001  # a file that can't be read is built again, and written anew
@@ -358,12 +343,8 @@ def _write(key: str, fields: Fields) -> None:
         return
     try:
         told = {
-            "layout": [list(g) for g in fields["layout"].groups],
-            **{x: [_type(t) for t in fields[x]] for x in ("saved_types", "extra_types")},
-            **{x: [[r.kind, r.index] for r in fields[x]] for x in ("backward_inputs", "parameter_inputs")},
-            **{x: list(fields[x]) for x in ("grad_outputs", "grad_groups", "grad_shared")},
-            "random": fields["random"],
             **{x: None if fields[x] is None else _nodes(fields[x].graph) for x in _MODULES},
+            **{x: _text(fields[x], {}) for x in _FIELDS},
         }
     except _NoText:
         return
