@@ -75,8 +75,6 @@ def contiguous_strides(shape: Shape) -> tuple[int, ...]:
 
 def contiguous(base: int, shape: Shape, dtype: torch.dtype) -> Span:
     """The whole of a base, contiguous."""
-    if dtype not in DTYPES:
-        raise NotNative(f"numbers of type {dtype_name(dtype)}")
     return Span(base, 0, shape, contiguous_strides(shape), dtype)
 
 

@@ -61,6 +61,7 @@ from fxbatch.codegen.native_table import (
 from fxbatch.codegen.operation_graphs import (
     Shape,
     Size,
+    concatenated,
     fit,
     is_size,
     is_tensor,
@@ -143,29 +144,26 @@ class Lowering:
         self.outputs: list[fx.Node] = list(self.graph.output_node().args[0])
         # What no row needs: else blocks of rows would end there.
         first = self.first = find_prepared(self.graph)[0]
-        if not all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs):
-            raise NotNative("a result that is no dense tensor")
-        if self.adding and not self._can_add():
-            raise NotNative("a result that can't be added to")
+        strided = all(is_tensor(x) and x.meta["values"][0].layout is torch.strided for x in self.outputs)
+        need(strided, "a result that is no dense tensor")
+        need(not self.adding or self._can_add(), "a result that can't be added to")
         self._inputs()
         self._place()
         for node in self.outputs:
-            self.output_base.append(self.base(shape(node), node.meta["values"][0].dtype, Memory.OUTPUT))
+            self.output_base.append(self.base(shape(node), dtype_of(node), Memory.OUTPUT))
         for node in (*first, *(x for x in self.graph.nodes if x not in first)):
             self.node = node
             if node.op == "call_function":
                 self._node(node)
         for i, node in enumerate(self.outputs):
             if i not in self.place.values():
-                out = contiguous(self.output_base[i], shape(node), node.meta["values"][0].dtype)
+                out = contiguous(self.output_base[i], shape(node), dtype_of(node))
                 if self.adding:
                     self.loops(out, [out, self.span(node)], "add", 1.0)
                 else:
                     self.copy(out, self.span(node))
-        if len(self.bases) > MOST_BASES:
-            raise NotNative(f"more than {MOST_BASES} tensors")
-        if not self.items:
-            raise NotNative("nothing to do")
+        need(len(self.bases) <= MOST_BASES, f"more than {MOST_BASES} tensors")
+        need(bool(self.items), "nothing to do")
         return NativeProgram(
             records(Base, self.bases),
             records(Instruction, group_pointwise(self.items)),
@@ -178,17 +176,15 @@ class Lowering:
 
     def base(self, dims: Shape, dtype: torch.dtype, kind: Memory) -> int:
         """A new piece of memory for a contiguous tensor."""
-        if dtype not in (torch.float32, torch.int64, torch.bool):
-            raise NotNative(f"numbers of type {dtype_name(dtype)}")
+        need(dtype in DTYPES, f"numbers of type {dtype_name(dtype)}")
         (a, b), width = rows_and_width(dims)
-        if a < 0 or b < 0 or a + b == 0 or width == 0:
-            raise NotNative("a tensor without elements")
+        need(a >= 0 and b >= 0 and a + b > 0 and width > 0, "a tensor without elements")
         self.bases.append(Base(a, b, width * dtype.itemsize, kind))
         return len(self.bases) - 1
 
-    def new_span(self, dims: Shape, dtype: torch.dtype = torch.float32) -> Span:
-        """A new contiguous tensor in memory of the program's own."""
-        return contiguous(self.base(dims, dtype, Memory.OWN), dims, dtype)
+    def new_span(self, dims: Shape, dtype: torch.dtype = torch.float32, kind: Memory = Memory.OWN) -> Span:
+        """A new contiguous tensor, in memory of the program's own or as an input."""
+        return contiguous(self.base(dims, dtype, kind), dims, dtype)
 
     def in_new_span(self, source: Span) -> Span:
         """A span, or a number, in new memory of the program's own."""
@@ -206,15 +202,12 @@ class Lowering:
             if self._writes(node) and node not in self.place and whole:
                 self.place[node] = i
         for node in reversed(self.graph.nodes):
-            if node.target is not aten.cat.default or not self._writes(node):
+            pieces = concatenated(node) if self._writes(node) else None
+            if pieces is None:
                 continue
-            dim = (node.args[1] if len(node.args) > 1 else 0) % len(shape(node))
-            if any(len(shape(x)) != len(shape(node)) or shape(x)[dim][0] for x in node.args[0]):
-                continue
-            start, self.copied[node] = 0, []
-            for x in node.args[0]:
-                piece = Part(x, dim, start, shape(x)[dim][1], constant_value(x))
-                start += piece.size
+            self.copied[node] = []
+            for x, start, end in pieces[1]:
+                piece = Part(x, pieces[0], start, end - start, constant_value(x))
                 alone = len(x.users) == 1 and node.args[0].count(x) == 1 and x not in self.place
                 if alone and piece.fill is None and dtype_of(x) == dtype_of(node) and self._writes(x):
                     self.pieces[x] = node, piece
@@ -241,22 +234,17 @@ class Lowering:
         nodes = [x for x in self.graph.nodes if x.op == "placeholder"][1:]
         first = len(nodes) - len(self.shared)
         for i, node in enumerate(nodes):
-            if not is_tensor(node):
-                raise NotNative("an input that is no tensor")
-            value = node.meta["values"][0]
+            need(is_tensor(node), "an input that is no tensor")
             if i < first:
-                if not shape(node) or shape(node)[0] != (1, 0):
-                    raise NotNative("an input without rows")
-                number = self.base(shape(node), value.dtype, Memory.INPUT)
-                self.spans[node] = contiguous(number, shape(node), value.dtype)
+                need(shape(node)[:1] == ((1, 0),), "an input without rows")
+                self.spans[node] = self.new_span(shape(node), dtype_of(node), Memory.INPUT)
             else:
-                self.spans[node] = self._shared(shape(node), value.dtype, self.shared[i - first])
+                self.spans[node] = self._shared(shape(node), dtype_of(node), self.shared[i - first])
 
     def _shared(self, dims: Shape, dtype: torch.dtype, like: torch.Tensor) -> Span:
         """Memory of a shared operand as it is, from its first element to its last."""
-        dense = like.layout is torch.strided and like.device.type == "cpu" and like.numel()
-        if not dense or like.dtype != dtype:
-            raise NotNative("a shared operand that is not dense on the CPU")
+        dense = like.layout is torch.strided and like.device.type == "cpu" and like.numel() > 0
+        need(dense and like.dtype == dtype, "a shared operand that is not dense on the CPU")
         last = sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) + 1
         number = self.base(((0, last),), dtype, Memory.INPUT)
         strides = tuple(0 if n == 1 else s for n, s in zip(like.shape, like.stride(), strict=True))
@@ -264,32 +252,28 @@ class Lowering:
 
     def span(self, node: object) -> Span:
         """Where a node, or a number, is."""
+        if isinstance(node, (bool, int, float)):
+            return Span(-1, 0, (), (), torch.float32, node)
         if not isinstance(node, fx.Node):
-            if isinstance(node, (bool, int, float)):
-                return Span(-1, 0, (), (), torch.float32, node)
             raise NotNative("an argument that is no tensor")
-        span = self.spans.get(node)
-        if span is None:
-            number = constant_value(node)
-            if number is None:
-                raise NotNative(f"{node.target}")
-            dims = shape(node)
-            span = Span(-1, 0, dims, (0,) * len(dims), node.meta["values"][0].dtype, number)
-        return span
+        if node in self.spans:
+            return self.spans[node]
+        number = constant_value(node)
+        if number is None:
+            raise NotNative(f"{node.target}")
+        return Span(-1, 0, shape(node), (0,) * len(shape(node)), dtype_of(node), number)
 
     def target(self, node: fx.Node) -> Span:
         """Where a node is to be written."""
-        span = self.spans.get(node)
-        if span is not None:
-            return span
-        dtype = node.meta["values"][0].dtype
+        if node in self.spans:
+            return self.spans[node]
         if node in self.place:
-            span = contiguous(self.output_base[self.place[node]], shape(node), dtype)
+            span = contiguous(self.output_base[self.place[node]], shape(node), dtype_of(node))
         elif node in self.pieces:
             whole, piece = self.pieces[node]
             span = narrow(self.target(whole), piece.dim, piece.start, piece.size)
         else:
-            span = self.new_span(shape(node), dtype)
+            span = self.new_span(shape(node), dtype_of(node))
         self.spans[node] = span
         return span
 
@@ -386,8 +370,7 @@ class Lowering:
         kinds = call.dtypes()
         operands = [as_number(self.span(x), kind) for x, kind in zip(call.operands, kinds[1:], strict=True)]
         for span, kind in zip((out, *operands), kinds, strict=True):
-            if span.dtype != kind:
-                raise NotNative(f"{call.name} of {dtype_name(span.dtype)}")
+            need(span.dtype == kind, f"{call.name} of {dtype_name(span.dtype)}")
         self.loops(out, operands, call.name, call.number)
 
     def loops(self, out: Span, operands: list[Span], name: str, number: float) -> None:
@@ -546,10 +529,8 @@ def sum_dimensions(lowering: Lowering, node: fx.Node) -> None:
     every = dims_given if isinstance(dims_given, (list, tuple)) else range(len(dims))
     over = [d for d in sorted({_position(d, dims) for d in every}) if dims[d] != ONE]
     left = [d for d in range(len(dims)) if d not in over and dims[d] != ONE]
-    squeezed = Span(out.base, out.offset, tuple(dims[d] for d in left), dense(out, len(left)), out.dtype)
-    reduced = Span(
-        source.base, source.offset, tuple(dims[d] for d in left), tuple(source.strides[d] for d in left), source.dtype
-    )  # fmt: skip
+    squeezed = replace(out, shape=tuple(dims[d] for d in left), strides=dense(out, len(left)))
+    reduced = replace(source, shape=squeezed.shape, strides=tuple(source.strides[d] for d in left))
     if not over:
         cast_name = calls.cast(source.dtype, out.dtype, None)
         if cast_name is None or source.base < 0:

@@ -16,6 +16,7 @@ ones otherwise. New nodes are made with `add_call`, which computes theirs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -227,6 +228,18 @@ def row_type(node: fx.Node) -> TensorSpec | None:
         return None
     value = node.meta["values"][0]
     return tensor_spec(tuple(b for _, b in dims[1:]), value.dtype, device_of(node))
+
+
+def concatenated(node: fx.Node) -> tuple[int, list[tuple[fx.Node, int, int]]] | None:
+    """(dim, [(piece, start, end)]) of a concatenation along a dimension that doesn't depend on n; None for others."""
+    if node.target is not aten.cat.default:
+        return None
+    dims, pieces = shape(node), list(map(shape, node.args[0]))
+    dim = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
+    if any(len(piece) != len(dims) or piece[dim][0] for piece in pieces):
+        return None
+    ends = list(itertools.accumulate((piece[dim][1] for piece in pieces), initial=0))
+    return dim, list(zip(node.args[0], ends[:-1], ends[1:], strict=True))
 
 
 def bytes_per_row(node: fx.Node) -> int:

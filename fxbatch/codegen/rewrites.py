@@ -44,6 +44,7 @@ from fxbatch.codegen.operation_graphs import (
     Shape,
     Size,
     add_call,
+    concatenated,
     device_of,
     dtype,
     is_pointwise,
@@ -308,21 +309,10 @@ class Segment:
 
 def segments(node: fx.Node) -> tuple[int, list[Segment]] | None:
     """(dim, parts) of a concatenation along a dimension that doesn't depend on n."""
-    if node.target is not aten.cat.default:
+    pieces = concatenated(node)
+    if pieces is None:
         return None
-    dims = shape(node)
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(dims)
-    if dims[dim][0]:
-        return None
-    parts: list[Segment] = []
-    start = 0
-    for piece in node.args[0]:
-        if len(shape(piece)) != len(dims):
-            return None
-        end = start + shape(piece)[dim][1]
-        parts.append(Segment(start, end, None if constant_value(piece) == 0.0 else piece))
-        start = end
-    return dim, parts
+    return pieces[0], [Segment(a, b, None if constant_value(x) == 0.0 else x) for x, a, b in pieces[1]]
 
 
 def _slice_to_cat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -343,7 +333,7 @@ def _select_to_cat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     index %= dims[dim][1]
     one = (*dims[:dim], (0, 1), *dims[dim + 1 :])
-    wide = add_call(graph, aten.reshape.default, (grad, shape_argument(graph, one)))
+    wide = _reshape(graph, grad, one)
     return concatenate(graph, node, dim, [Segment(index, index + 1, wide)])
 
 
