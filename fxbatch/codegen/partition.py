@@ -67,20 +67,20 @@ def partition(joint: Joint) -> Partition:
     shared = [x for x in joint.shared_gradients if x is not None]
     forward = ancestors(outputs)
     free = {rows_node(joint.graph): None, **dict.fromkeys(joint.shared)}
-    starts = dict.fromkeys(x for x in joint.output_gradients if x is not None)
+    starts = dict.fromkeys(joint.output_gradients)
     backward = {x: None for x in ancestors(inputs) if x not in forward}
     later = {x: None for x in ancestors([*inputs, *shared]) if x not in forward}
     at_no_cost = {**dict.fromkeys(joint.groups), **dict.fromkeys(outputs)}
 
     sinks = [x for node in later for x in node.all_input_nodes if x in forward]
     sinks += [x for x in (*inputs, *shared) if x in forward]
-    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, at_no_cost, _again)
+    saved = cut(forward, sinks, dict.fromkeys(joint.groups), free, at_no_cost)
 
     crossing = [x for node in later if node not in backward for x in node.all_input_nodes]
     crossing = [x for x in [*crossing, *shared] if x in backward or x in starts]
     region = {**ancestors(saved), **backward, **starts}
     at_hand = dict.fromkeys(saved)
-    cut_nodes = cut(region, crossing, {**starts, **at_hand}, free, at_hand, _again)
+    cut_nodes = cut(region, crossing, {**starts, **at_hand}, free, at_hand)
     extra = [x for x in cut_nodes if x not in at_hand]
     return _assemble(joint, saved, extra, inputs, shared)
 
@@ -98,27 +98,27 @@ def _again_unless_random(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_random(node)
 
 
+def _again_unless_rows(node: fx.Node) -> bool:
+    return _again(node) or (_again_unless_random(node) and row_type(node) is None)
+
+
 def cut(
     region: dict[fx.Node, None],
     sinks: list[fx.Node],
     sources: dict[fx.Node, None],
     free: dict[fx.Node, None],
     kept_nodes: dict[fx.Node, None],
-    again: Again,
 ) -> list[fx.Node]:
     """The cheapest row-wise tensors of `region` from which the sinks can be computed.
 
-    `free` nodes cost nothing anywhere (n, shared operands); `kept` ones are stored in any case; `again`
-    says which nodes may be computed a second time. Where that leaves no row-wise cut, what isn't row-wise
-    is computed again, then whatever isn't random.
+    `free` nodes cost nothing anywhere (n, shared operands); `kept` ones are stored in any case. Where computing
+    cheap nodes again leaves no row-wise cut, what isn't row-wise is computed again, then whatever isn't random.
     """
     order = list(_depends_on_rows(region, free))
     ends = [x for x in dict.fromkeys(sinks) if x in dict.fromkeys(order)]
     if not ends:
         return []
-    unless_rows: Again = lambda x: again(x) or (_again_unless_random(x) and row_type(x) is None)  # noqa: E731
-    wider = (again, unless_rows, _again_unless_random)
-    for allowed in wider:
+    for allowed in (_again, _again_unless_rows, _again_unless_random):
         behind = minimum_cut(_flow(order, ends, sources, kept_nodes, allowed), "source", "sink")
         if behind is not None:
             return [x for x in order if (x, 0) not in behind and (x, 1) in behind]
@@ -220,7 +220,7 @@ def _assemble(
         return Ref("saved", position[node])
 
     forward = build(joint, [*joint.groups, *joint.shared], [*joint.outputs, *new_saved])
-    starts = [x for x in joint.output_gradients if x is not None]
+    starts = list(joint.output_gradients)
     used_saved: list[fx.Node] = []
     used_starts: list[fx.Node] = []
     backward = None
