@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Emitted, Emitter, Packed
-from fxbatch.ragged.rules import RULES, normalised_channels, weights_code
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Arguments, Emitted, Emitter, Packed, Traced
+from fxbatch.ragged.rules import normalised_channels, rule, weights_code
 from fxbatch.ragged.symbolic import NoPackedForm
 from fxbatch.torch_private import FakeTensor
 
@@ -68,8 +68,8 @@ def batch_norm_as_nodes() -> Iterator[None]:
             F.batch_norm = plain
 
 
-def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+@rule("batch_norm", space="fxbatch_rows")
+def _batch_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["x"]
     parts = [a[name] for name in ("mean", "var", "weight", "bias")]
     if x.layout not in (DENSE, PACKED) or any(isinstance(p, Packed) and p.layout != WHOLE for p in parts):
@@ -77,10 +77,7 @@ def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
     if x.rank < 2 or 1 in x.axes:
         raise NoPackedForm("batch normalisation whose channels are not the second dimension")
     arguments = f"{weights_code(*parts)}, True, {e.source(a['momentum'])}, {e.source(a['eps'])}"
-    return normalised_channels(e, x, arguments, node.meta["val"])
-
-
-RULES["fxbatch_rows::batch_norm"] = _batch_norm
+    return normalised_channels(e, x, arguments, val)
 
 
 def trackers(root: torch.nn.Module) -> dict[str, torch.Tensor]:

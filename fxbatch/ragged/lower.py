@@ -92,6 +92,8 @@ class Packed:
 
 
 Emitted = Packed | Sequence[Packed | None] | None  # what a node gives; None for what is no tensor
+Arguments = dict[str, Any]  # of a node by name, defaults among them
+Traced = Any  # what a node gave where it was traced: a tensor, or several
 Operator = torch._ops.OpOverload | Callable[..., object]  # of aten, or a function that stands for one
 
 
@@ -108,10 +110,10 @@ def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
 
 def layout_of(shape: Sequence[object]) -> str:
     """The layout of a value of the instances that has this shape."""
-    own = len(own_dimensions(shape))
-    if own > 2:
-        raise NoRule(f"a tensor with {own} sizes of its own")
-    return (DENSE, PACKED, PADDED)[own]
+    count = len(own_dimensions(shape))
+    if count > 2:
+        raise NoRule(f"a tensor with {count} sizes of its own")
+    return (DENSE, PACKED, PADDED)[count]
 
 
 def shape_of(tensor: torch.Tensor) -> Shape:
@@ -376,7 +378,7 @@ class Emitter:
             return expression_or_number(x.meta["val"]) if is_size(x) else self.env[x]
         return expression_or_number(x)
 
-    def bound(self, node: fx.Node) -> dict[str, Any]:
+    def bound(self, node: fx.Node) -> Arguments:
         """The arguments of a node by name, defaults among them."""
         schema = node.target._schema
         leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
@@ -384,7 +386,7 @@ class Emitter:
         defaults = {a.name: a.default_value for a in schema.arguments}
         return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
-    def call(self, target: Operator, arguments: dict[str, Any]) -> str:
+    def call(self, target: Operator, arguments: Arguments) -> str:
         """The source of a call of an operator, with these arguments by name."""
         schema = target._schema
         parts = []

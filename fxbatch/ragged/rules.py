@@ -23,12 +23,14 @@ from fxbatch.ragged.lower import (
     PACKED,
     PADDED,
     WHOLE,
+    Arguments,
     Code,
     Emitted,
     Emitter,
     NoRule,
     Packed,
     Rule,
+    Traced,
     keeps_all,
     operator_of,
     own_dimensions,
@@ -40,15 +42,16 @@ from fxbatch.ragged.values_alone import batched_by_vmap
 from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
 from fxbatch.torch_private import tree_leaves
 
+OfArguments = Callable[[Emitter, fx.Node, Arguments, Traced], Emitted]
 RULES: dict[str, Rule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, space: str = "aten") -> Callable[[OfArguments], OfArguments]:
     """Register a rule for operators of these names."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: OfArguments) -> OfArguments:
         for name in names:
-            RULES[f"aten::{name}"] = function
+            RULES[f"{space}::{name}"] = lambda e, node: function(e, node, e.bound(node), node.meta["val"])
         return function
 
     return register
@@ -190,22 +193,19 @@ def _number(e: Emitter, x: sympy.Expr, like: Packed | None, shape: tuple[object,
 
 
 @rule("masked_fill")
-def _masked_fill(e: Emitter, node: fx.Node) -> Emitted:
+def _masked_fill(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A value that is a tensor may be another one in each instance."""
-    a = e.bound(node)
     value = a["value"]
     if not isinstance(value, Packed) or value.layout == WHOLE:
         return point(e, node)
-    shape = shape_of(node.meta["val"])
+    shape = shape_of(val)
     x, mask, fill = (e.aligned(a[name], shape) for name in ("self", "mask", "value"))
-    return e.packed(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", node.meta["val"])
+    return e.packed(f"torch.where({mask}, {fill}.to({x}.dtype), {x})", val)
 
 
 @rule("copy")
-def _copy(e: Emitter, node: fx.Node) -> Emitted:
+def _copy(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """x.copy_(y), of which y is left: torch has no derivative of it as a function."""
-    a = e.bound(node)
-    val = node.meta["val"]
     shape = shape_of(val)
     like, source = e.aligned(a["self"], shape), e.aligned(a["src"], shape)
     return e.packed(f"{source}.to({e.const(val.dtype)}).expand_as({like})", val)
@@ -589,14 +589,13 @@ def _along(e: Emitter, x: Packed, dims: list[int]) -> str:
 
 
 @rule("batch_norm")
-def _batch_norm(e: Emitter, node: fx.Node) -> Emitted:
+def _batch_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Normalisation by what is known of each channel, the second dimension: all other dimensions are rows."""
-    a = e.bound(node)
     x = a["input"]
     if a["training"] or x.layout == WHOLE or x.rank < 2 or 1 in x.axes:
         raise NoRule("statistics of all items")
     operands = weights_code(a["running_mean"], a["running_var"], a["weight"], a["bias"])
-    return normalised_channels(e, x, f"{operands}, False, 0.0, {a['eps']}", node.meta["val"])
+    return normalised_channels(e, x, f"{operands}, False, 0.0, {a['eps']}", val)
 
 
 def weights_code(*operands: Packed | None) -> str:
@@ -614,9 +613,8 @@ def normalised_channels(e: Emitter, x: Packed, arguments: str, val: torch.Tensor
 
 
 @rule("group_norm", "instance_norm")
-def _group_norm(e: Emitter, node: fx.Node) -> Emitted:
+def _group_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Groups of channels of items as long as the instance says: [items, channels, T]."""
-    a = e.bound(node)
     x = a["input"]
     of_all = a.get("use_input_stats") is False or a.get("running_mean") is not None
     if x.layout != PACKED or x.axes[0] < 2 or of_all:
@@ -624,29 +622,27 @@ def _group_norm(e: Emitter, node: fx.Node) -> Emitted:
     size = e.lengths(x.shape[x.axes[0]])
     groups = a.get("num_groups", x.shape[1])  # an instance's: a channel each
     operands = weights_code(a["weight"], a["bias"])
-    return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", node.meta["val"])
+    return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", val)
 
 
 @rule("layer_norm", "rms_norm")
-def _layer_norm(e: Emitter, node: fx.Node) -> Emitted:
-    arguments = e.bound(node)
-    x = arguments["input"] = e.to_dense(arguments["input"])
-    last = range(x.rank - len(arguments["normalized_shape"]), x.rank)
+def _layer_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    x = a["input"] = e.to_dense(a["input"])
+    last = range(x.rank - len(a["normalized_shape"]), x.rank)
     if any(d in x.axes for d in last):
         raise NoRule("it normalises along a size of its own")
-    weights_code(arguments["weight"], arguments.get("bias"))
-    return e.packed(e.call(node.target, arguments), node.meta["val"])
+    weights_code(a["weight"], a.get("bias"))
+    return e.packed(e.call(node.target, a), val)
 
 
 @rule("embedding")
-def _embedding(e: Emitter, node: fx.Node) -> Emitted:
-    arguments = e.bound(node)
-    if arguments["weight"].layout != WHOLE:
+def _embedding(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    if a["weight"].layout != WHOLE:
         raise NoRule("a table of each instance")
-    index = arguments["indices"] = e.to_dense(arguments["indices"])
+    index = a["indices"] = e.to_dense(a["indices"])
     if index.layout == PADDED:
-        if arguments["scale_grad_by_freq"] or arguments["sparse"]:
+        if a["scale_grad_by_freq"] or a["sparse"]:
             raise NoRule("gradients that count indices")
-        arguments["indices"] = Code(e.hidden(index, index.axes))
-        return e.gathered_as(index, e.call(node.target, arguments), node.meta["val"])
-    return e.packed(e.call(node.target, arguments), node.meta["val"])
+        a["indices"] = Code(e.hidden(index, index.axes))
+        return e.gathered_as(index, e.call(node.target, a), val)
+    return e.packed(e.call(node.target, a), val)

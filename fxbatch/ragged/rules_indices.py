@@ -18,11 +18,13 @@ from fxbatch.ragged.lower import (
     PACKED,
     PADDED,
     WHOLE,
+    Arguments,
     Code,
     Emitted,
     Emitter,
     NoRule,
     Packed,
+    Traced,
     layout_of,
     own_dimensions,
     shape_of,
@@ -54,16 +56,14 @@ def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> st
 
 
 @rule("index")
-def _index(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _index(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, indexed = a["self"], a["indices"]
     places = [i for i, v in enumerate(indexed) if v is not None]
-    val = node.meta["val"]
     indices = [indexed[i] for i in places]
     if any(v.dtype == torch.bool for v in indices):
         return _by_mask(e, x, indices, places, val)
     if x.layout == WHOLE:
-        return _of_whole(e, node, x, indexed, places, val)
+        return _of_whole(e, x, indices, places, val)
     if all(v.layout == WHOLE for v in indices) and not any(d in x.axes for d in places):
         return _columns(e, x, indexed, places, val)
     if places != list(range(len(places))):
@@ -113,9 +113,9 @@ def _by_mask(e: Emitter, x: Packed, indices: list[Packed], places: list[int], va
 
 
 @rule("nonzero")
-def _nonzero(e: Emitter, node: fx.Node) -> Packed:
+def _nonzero(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Packed:
     """The places of a mask of rows."""
-    x, val = e.bound(node)["self"], node.meta["val"]
+    x = a["self"]
     if x.rank != 1:
         raise NoRule("a mask of more dimensions")
     size = e.lengths(x.shape[0])
@@ -136,13 +136,10 @@ def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object
     return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {size})")
 
 
-def _of_whole(
-    e: Emitter, node: fx.Node, x: Packed, parts: Sequence[Packed | None], places: list[int], val: torch.Tensor
-) -> Packed:
+def _of_whole(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: torch.Tensor) -> Packed:
     """A parameter by indices of the instances."""
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
-    indices = [v for v in parts if v is not None]
     common = shape_of(val)[: val.dim() - (x.rank - len(places))]
     if len(own_dimensions(common)) == 2 and len(indices) == 1:
         return e.gathered_as(indices[0], f"{x.name}[{e.hidden(indices[0], indices[0].axes)}]", val)
@@ -153,11 +150,9 @@ def _of_whole(
 
 
 @rule("index_select")
-def _index_select(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _index_select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = a["self"], e.to_dense(a["index"])
     d = a["dim"] % x.rank
-    val = node.meta["val"]
     if x.layout == WHOLE:
         if d != 0:
             raise NoRule("columns of a parameter")
@@ -171,8 +166,7 @@ def _index_select(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("index_add", "index_copy", "index_reduce", "index_fill")
-def _index_add(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _index_add(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % x.rank
     table, size = table_of(e, x, d)
@@ -185,20 +179,19 @@ def _index_add(e: Emitter, node: fx.Node) -> Emitted:
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
-    return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
+    return e.of_rows(e.line(e.call(node.target, a)), d, val)
 
 
 @rule("index_put")
-def _index_put(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _index_put(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = e.to_dense(a["self"])
     indices = a["indices"]
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.bool:
-        return _put_where(e, x, indices[0], a["values"], a["accumulate"], node.meta["val"])
+        return _put_where(e, x, indices[0], a["values"], a["accumulate"], val)
     if any(v is None or v.dtype == torch.bool for v in indices):
         raise NoRule("writes to a mask or to later dimensions")
     if len(indices) > 1:
-        return _put_elements(e, node, x, indices)
+        return _put_elements(e, a, val, x, indices)
     index = e.to_dense(a["indices"][0])
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
@@ -212,7 +205,7 @@ def _index_put(e: Emitter, node: fx.Node) -> Emitted:
         code = f"{table}.index_put(({rows},), {source})"
     else:
         code = f"{table}.index_add(0, {rows}, {source}.expand({rows}.shape[0], *{table}.shape[1:]))"
-    return e.of_rows(e.line(code), 0, node.meta["val"])
+    return e.of_rows(e.line(code), 0, val)
 
 
 def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: bool, val: object) -> Packed:
@@ -228,9 +221,8 @@ def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: 
     return e.packed(code, val)
 
 
-def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -> Emitted:
+def _put_elements(e: Emitter, a: Arguments, val: torch.Tensor, x: Packed, indices: list[Packed]) -> Emitted:
     """x[i, j] = values, where i and j are as many."""
-    a = e.bound(node)
     common = indices[0].shape
     if x.layout != PADDED or any(v.shape != common for v in indices) or len(common) != 1:
         raise NoRule("writes to several indices")
@@ -238,15 +230,13 @@ def _put_elements(e: Emitter, node: fx.Node, x: Packed, indices: list[Packed]) -
     wanted = (*common, *x.shape[2:])
     values = e.aligned(e.to_dense(a["values"]), wanted)
     put = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
-    return e.packed(f"{put}.unflatten(0, {x.name}.shape[:3])", node.meta["val"])
+    return e.packed(f"{put}.unflatten(0, {x.name}.shape[:3])", val)
 
 
 @rule("gather")
-def _gather(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _gather(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % max(x.rank, 1)
-    val = node.meta["val"]
     if d in x.axes or (d in index.axes):
         if index.axes not in ((d,), ()) or x.layout == PADDED:
             raise NoRule("two sizes of its own")
@@ -275,8 +265,7 @@ def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:
 
 
 @rule("scatter_add", "scatter", "scatter_reduce")
-def _scatter(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % max(x.rank, 1)
     source = a.get("src")
@@ -294,22 +283,21 @@ def _scatter(e: Emitter, node: fx.Node) -> Emitted:
         if isinstance(source, Packed):
             a["src"] = Code(_flat(e, source, d, source.name))
         a["self"], a["dim"] = Code(table), 0
-        return e.of_rows(e.line(e.call(node.target, a)), d, node.meta["val"])
+        return e.of_rows(e.line(e.call(node.target, a)), d, val)
     a["self"], a["dim"], a["index"] = x, x.place(d), index
-    return e.packed(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), val)
 
 
 def _beside(*names: str, first: str = "self", table: str) -> None:
     """Register operators that look each element up in a table which is the same for all instances."""
 
-    def apply(e: Emitter, node: fx.Node) -> Packed:
-        a = e.bound(node)
+    def apply(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         x, other = a[first], a[table]
         if not isinstance(x, Packed) or x.layout == WHOLE or not isinstance(other, Packed):
             raise NoRule("a table of each instance")
         if other.layout != WHOLE or other.rank != 1 or isinstance(a.get("sorter"), Packed):
             raise NoRule("a table of each instance")
-        return e.packed(e.call(node.target, a), node.meta["val"])
+        return e.packed(e.call(node.target, a), val)
 
     rule(*names)(apply)
 

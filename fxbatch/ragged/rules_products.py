@@ -14,11 +14,13 @@ from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     WHOLE,
+    Arguments,
     Code,
     Emitted,
     Emitter,
     NoRule,
     Packed,
+    Traced,
     own_dimensions,
     shape_of,
 )
@@ -27,32 +29,28 @@ from fxbatch.ragged.rules import rule, weights_code
 
 
 @rule("linear")
-def _linear(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _linear(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["input"] = e.to_dense(a["input"])
     weights_code(a["weight"], a["bias"])
     if x.rank - 1 in x.axes:
         raise NoRule("a product along a size of its own with a parameter")
-    return e.packed(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), val)
 
 
 @rule("matmul", "mm", "bmm", "mv", "dot", "vdot")
-def _matmul(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _matmul(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     left = a["self"]
     if node.target is torch.ops.aten.vdot.default and left.dtype.is_complex:
         raise NoRule("a product of conjugates")
     right = a.get("other", a.get("mat2", a.get("vec", a.get("tensor"))))
-    return product(e, left, right, node.meta["val"])
+    return product(e, left, right, val)
 
 
 @rule("addmm", "addbmm", "baddbmm", "addmv")
-def _addmm(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _addmm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     name = node.target._schema.name
     if name == "aten::addbmm":
         raise NoRule("a sum over products")
-    val = node.meta["val"]
     left, right = a.get("mat1", a.get("batch1", a.get("mat"))), a.get("mat2", a.get("batch2", a.get("vec")))
     product_code = product(e, left, right, val)
     added = e.aligned(a["self"], product_code.shape)
@@ -118,32 +116,28 @@ def _ranked(e: Emitter, name: str, v: Packed, rank: int, *, vector_at: int) -> s
 
 
 @rule("_cdist_forward")
-def _distances(e: Emitter, node: fx.Node) -> Emitted:
+def _distances(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Distances between the rows of two tensors of an instance."""
-    a = e.bound(node)
     x, y = e.to_dense(a["x1"]), e.to_dense(a["x2"])
     if x.rank != y.rank or any(d != v.rank - 2 for v in (x, y) for d in v.axes):
         raise NoRule("distances along a size of its own")
     a["x1"], a["x2"] = Code(e.spread(x)), Code(e.spread(y))
-    return e.gathered(e.line(e.call(node.target, a)), node.meta["val"])
+    return e.gathered(e.line(e.call(node.target, a)), val)
 
 
 @rule("linalg_matrix_power")
-def _matrix_power(e: Emitter, node: fx.Node) -> Emitted:
+def _matrix_power(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Of matrices by themselves; whole, as the power 0 has a gradient of zeros."""
-    a = e.bound(node)
     x = a["self"] = e.to_dense(a["self"])
     if x.layout not in (DENSE, PACKED) or any(d >= x.rank - 2 for d in x.axes):
         raise NoRule("matrices of their own size")
-    return e.packed(e.call(node.target, a), node.meta["val"])
+    return e.packed(e.call(node.target, a), val)
 
 
 @rule("scaled_dot_product_attention")
-def _attention(e: Emitter, node: fx.Node) -> Emitted:
+def _attention(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Attention of each instance by itself: queries, keys and values padded, padding hidden from the queries."""
-    a = e.bound(node)
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
-    val = node.meta["val"]
     if _of_items(q, k, v, mask):
         return e.packed(e.call(node.target, a), val)
     keep = {x.rank - 2 for x in (q, k, v)}

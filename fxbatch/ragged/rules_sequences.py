@@ -18,23 +18,25 @@ from fxbatch.ragged.lower import (
     PACKED,
     PADDED,
     WHOLE,
+    Arguments,
     Code,
     Emitted,
     Emitter,
     NoRule,
     Packed,
+    Traced,
     operator_of,
     own_dimensions,
     shape_of,
 )
 from fxbatch.ragged.padding import without_gradients
 from fxbatch.ragged.recurrent import NAMES
-from fxbatch.ragged.rules import RULES, no_extreme, over, rule, weights_code
+from fxbatch.ragged.rules import no_extreme, over, rule, weights_code
 from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 
-def _recurrent(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+@rule(*NAMES, space="fxbatch_ragged")
+def _recurrent(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     target = operator_of(node)
     x = e.to_dense(a["input"])
     time = 1 if a["batch_first"] else 0
@@ -54,16 +56,14 @@ def _recurrent(e: Emitter, node: fx.Node) -> Emitted:
     line = e.line(
         f"z.recurrent({name!r}, {size}, {x.name}.reshape({size}.total, -1), [{', '.join(first)}], {params}, {rest})"
     )
-    val = node.meta["val"]
     rows = e.packed(f"{line}[0].unsqueeze(1)", val[0])
     ends = [e.packed(f"{line}[{i + 1}]", t) for i, t in enumerate(val[1:])]
     return (rows, *ends)
 
 
 @rule("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell")
-def _cell(e: Emitter, node: fx.Node) -> Emitted:
+def _cell(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Cells act on each row."""
-    a = e.bound(node)
     many = isinstance(a["hx"], (list, tuple))
     x, *states = [e.to_dense(v) for v in (a["input"], *(a["hx"] if many else [a["hx"]]))]
     weights = [v for name, v in a.items() if name[:2] in ("w_", "b_")]
@@ -74,7 +74,6 @@ def _cell(e: Emitter, node: fx.Node) -> Emitted:
     rows = [v.name if v.layout == PACKED else e.line(f"{v.name}.flatten(0, 1)") for v in (x, *states)]
     a["input"], a["hx"] = Code(rows[0]), [Code(h) for h in rows[1:]] if many else Code(rows[1])
     line = e.line(e.call(node.target, a))
-    val = node.meta["val"]
     back = "" if x.layout == PACKED else f".unflatten(0, (n, {x.shape[0]}))"
     if not many:
         return e.packed(line + back, val)
@@ -82,8 +81,7 @@ def _cell(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("conv1d")
-def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _conv1d(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
     operands = weights_code(weight, bias)
     time = x.rank - 1
@@ -99,7 +97,6 @@ def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
         left = reach // 2 if padding == "same" else 0
     else:
         left = int(padding[0])
-    val = node.meta["val"]
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
     rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
     name = e.line(
@@ -109,10 +106,9 @@ def _conv1d(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("convolution", "_convolution_mode")
-def _convolution(e: Emitter, node: fx.Node) -> Emitted:
+def _convolution(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """One of all instances' images, of which one or two sizes are their own: beyond the end of a smaller one are zeros,
     as beyond that of any image."""
-    a, val = e.bound(node), node.meta["val"]
     x = e.to_dense(a["input"])
     weights_code(a["weight"], a["bias"])
     if a.get("transposed") or 1 in x.axes or not set(x.axes) - {0}:
@@ -128,10 +124,9 @@ def _convolution(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("avg_pool1d")
-def _pool(e: Emitter, node: fx.Node) -> Emitted:
+def _pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Means of the rows that a sliding kernel meets."""
-    a = e.bound(node)
-    x, val = e.to_dense(a["self"]), node.meta["val"]
+    x = e.to_dense(a["self"])
     time = x.rank - 1
     kernel, padding = a["kernel_size"][0], a["padding"][0]
     stride = a["stride"][0] if a["stride"] else kernel
@@ -142,10 +137,9 @@ def _pool(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("max_pool2d_with_indices")
-def _max_pool(e: Emitter, node: fx.Node) -> Emitted:
+def _max_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """The largest of the rows that a sliding kernel meets: what max_pool1d is made of, an image of height 1."""
-    a = e.bound(node)
-    x, val = e.to_dense(a["self"]), node.meta["val"]
+    x = e.to_dense(a["self"])
     time = x.rank - 1
     kernel, padding, dilation = (a[name] for name in ("kernel_size", "padding", "dilation"))
     stride = a["stride"] or kernel
@@ -160,9 +154,8 @@ def _max_pool(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
-def _adaptive_pool(e: Emitter, node: fx.Node) -> Emitted:
+def _adaptive_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Means or maxima of so many parts of the rows: an image of height 1, as those of one dimension are made."""
-    a, val = e.bound(node), node.meta["val"]
     x, (height, bins) = e.to_dense(a["self"]), a["output_size"]
     time = x.rank - 1
     mean = isinstance(val, torch.Tensor)
@@ -174,10 +167,6 @@ def _adaptive_pool(e: Emitter, node: fx.Node) -> Emitted:
     how = "'mean'" if mean else f"'max', {no_extreme(x.dtype, 'max')}"
     name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
     return e.packed(name, val) if mean else (e.packed(name, val[0]), None)
-
-
-for _name in NAMES:
-    RULES[f"fxbatch_ragged::{_name}"] = _recurrent
 
 
 # -- along rows ---------------------------------------------------------------------------------------------
@@ -320,9 +309,8 @@ def _reduced(
 
 @rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
       "soft_margin_loss", "poisson_nll_loss")  # fmt: skip
-def _loss(e: Emitter, node: fx.Node) -> Emitted:
+def _loss(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Losses that are elements summed or averaged."""
-    a = e.bound(node)
     reduction = a["reduction"]
     shape: Shape = ()
     for v in a.values():
@@ -332,7 +320,7 @@ def _loss(e: Emitter, node: fx.Node) -> Emitted:
         if isinstance(v, Packed):
             a[name] = Code(e.aligned(v, shape))
     a["reduction"] = 0
-    return _reduced(e, e.line(e.call(node.target, a)), shape, reduction, node.meta["val"])
+    return _reduced(e, e.line(e.call(node.target, a)), shape, reduction, val)
 
 
 def _broadcast(a: tuple[object, ...], b: tuple[object, ...]) -> Shape:
@@ -342,11 +330,10 @@ def _broadcast(a: tuple[object, ...], b: tuple[object, ...]) -> Shape:
 
 
 @rule("nll_loss", "nll_loss_nd", "nll_loss_forward")
-def _nll(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _nll(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, target, weight = e.to_dense(a["self"]), e.to_dense(a["target"]), a["weight"]
     if x.rank in (1, 2) and x.rank - 1 in x.axes:
-        return _nll_of_places(e, node, x, target)
+        return _nll_of_places(e, a, val, x, target)
     if x.rank not in (1, 2) or x.rank - 1 in x.axes or x.layout != target.layout or x.rank != target.rank + 1:
         raise NoRule("classes along a size of its own")
     weight_code = weights_code(weight)
@@ -359,7 +346,6 @@ def _nll(e: Emitter, node: fx.Node) -> Emitted:
     weights = e.line(f"z.class_weights({t}, {weight_code}, {ignored}, {e.const(x.dtype)})")
     if x.layout == DENSE and x.rank == 2:
         name, weights = (e.line(f"{v}.reshape(n, {x.shape[0]})") for v in (name, weights))
-    val = node.meta["val"]
     first = val[0] if isinstance(val, (tuple, list)) else val
     reduced = _reduced(e, name, target.shape, a["reduction"], first, weights)
     if not isinstance(val, (tuple, list)):
@@ -369,9 +355,8 @@ def _nll(e: Emitter, node: fx.Node) -> Emitted:
     return (reduced, None)
 
 
-def _nll_of_places(e: Emitter, node: fx.Node, x: Packed, target: Packed) -> Emitted:
+def _nll_of_places(e: Emitter, a: Arguments, val: Traced, x: Packed, target: Packed) -> Emitted:
     """Classes are the instance's own rows: the head of each word, the node that a pointer means."""
-    a, val = e.bound(node), node.meta["val"]
     if isinstance(a["weight"], Packed) or isinstance(val, (tuple, list)):
         raise NoRule("weights of classes along a size of its own")
     classes, t = e.lengths(x.shape[-1]), target.name

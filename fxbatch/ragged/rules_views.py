@@ -19,11 +19,13 @@ from fxbatch.ragged.lower import (
     PACKED,
     PADDED,
     WHOLE,
+    Arguments,
     Code,
     Emitted,
     Emitter,
     NoRule,
     Packed,
+    Traced,
     layout_of,
     operator_of,
     own_dimensions,
@@ -33,9 +35,8 @@ from fxbatch.ragged.rules import rule
 from fxbatch.ragged.rules_indices import table_of
 
 
-def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
+def _moved(e: Emitter, x: Packed, val: torch.Tensor, order: list[int]) -> Packed:
     """Dimensions in another order: result dimension i is dimension order[i] of x."""
-    val = node.meta["val"]
     axes = [a for a in order if a in x.axes]
     rest = [d for d in order if d not in x.axes]
     if x.layout == WHOLE:
@@ -48,34 +49,32 @@ def _moved(e: Emitter, x: Packed, node: fx.Node, order: list[int]) -> Packed:
 
 
 @rule("permute")
-def _permute(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
-    return _moved(e, a["self"], node, [d % a["self"].rank for d in a["dims"]])
+def _permute(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    return _moved(e, a["self"], val, [d % a["self"].rank for d in a["dims"]])
 
 
 @rule("transpose", "swapaxes", "swapdims")
-def _transpose(e: Emitter, node: fx.Node) -> Emitted:
+def _transpose(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, i, j = [e.value(v) for v in node.args]
     order = list(range(x.rank))
     if x.rank:
         order[i], order[j] = order[j], order[i]
-    return _moved(e, x, node, order)
+    return _moved(e, x, val, order)
 
 
 @rule("t", "numpy_T", "mT")
-def _t(e: Emitter, node: fx.Node) -> Emitted:
-    x = e.bound(node)["self"]
+def _t(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    x = a["self"]
     order = list(range(x.rank))
-    return _moved(e, x, node, [*order[:-2], *order[-2:][::-1]])
+    return _moved(e, x, val, [*order[:-2], *order[-2:][::-1]])
 
 
 @rule(
     "unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"
 )
-def _view(e: Emitter, node: fx.Node) -> Emitted:
+def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Another shape: groups of dimensions of equal products; the own dimension leads its group, before and after."""
-    x = e.bound(node)["self"]
-    val = node.meta["val"]
+    x = a["self"]
     shape = shape_of(val)
     if x.layout == WHOLE:
         if own_dimensions(shape):
@@ -175,9 +174,8 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(e: Emitter, node: fx.Node) -> Emitted:
-    x = e.bound(node)["self"]
-    val = node.meta["val"]
+def _expand(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    x = a["self"]
     shape = shape_of(val)
     axes = own_dimensions(shape)
     if x.layout == WHOLE:
@@ -196,10 +194,8 @@ def _expand(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("select")
-def _select(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
-    val = node.meta["val"]
     if d not in x.axes:
         if depends(i):
             return _row_of_own_place(e, x, d, i, val)
@@ -236,17 +232,15 @@ def _start(e: Emitter, i: Size, size: str) -> str:
 
 
 @rule("slice")
-def _slice(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     d = a["dim"] % x.rank
-    val = node.meta["val"]
     start = 0 if a["start"] is None else a["start"]
     if d not in x.axes:
         if x.layout == WHOLE and (depends(start) or depends(a["end"])):
             x = e.to_dense(x)
         if depends(start) or depends(a["end"]):
-            return _part_of_fixed(e, node, x, d, start, a["step"])
+            return _part_of_fixed(e, val, x, d, start, a["step"])
         index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
         return e.packed(f"{x.name}[{index}]", val)
     shape = shape_of(val)
@@ -262,9 +256,8 @@ def _slice(e: Emitter, node: fx.Node) -> Emitted:
     return e.of_rows(name, d, val)
 
 
-def _part_of_fixed(e: Emitter, node: fx.Node, x: Packed, d: int, start: object, step: int) -> Packed:
+def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: object, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
-    val = node.meta["val"]
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
     if x.layout == PACKED:
@@ -285,8 +278,7 @@ def _as_padded(e: Emitter, x: Packed, val: torch.Tensor) -> str:
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
-def _split(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _split(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = e.to_dense(a["self"])
     d = a["dim"] % x.rank
     if d in x.axes:
@@ -299,9 +291,7 @@ def _split(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("cat", "concat", "concatenate")
-def _cat(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
-    val = node.meta["val"]
+def _cat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     shape = shape_of(val)
     parts = [p for p in a["tensors"] if p.rank == len(shape)]
     d = a["dim"] % len(shape)
@@ -340,9 +330,8 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
 
 
 @rule("slice_scatter")
-def _slice_scatter(e: Emitter, node: fx.Node) -> Emitted:
+def _slice_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """`x[1:3] = y` as a function."""
-    a, val = e.bound(node), node.meta["val"]
     x, y = e.to_dense(a["self"]), a["src"]
     d = a["dim"] % x.rank
     start = 0 if a["start"] is None else a["start"]
@@ -366,9 +355,8 @@ def _slice_scatter(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("select_scatter")
-def _select_scatter(e: Emitter, node: fx.Node) -> Emitted:
+def _select_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """`x[0] = y` as a function."""
-    a, val = e.bound(node), node.meta["val"]
     x, y, i = e.to_dense(a["self"]), a["src"], a["index"]
     d = a["dim"] % x.rank
     rest = (*x.shape[:d], *x.shape[d + 1 :])
@@ -386,9 +374,7 @@ def _select_scatter(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("stack")
-def _stack(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
-    val = node.meta["val"]
+def _stack(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     shape = shape_of(val)
     d = a["dim"] % len(shape)
     inner = (*shape[:d], *shape[d + 1 :])
@@ -398,8 +384,7 @@ def _stack(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("constant_pad_nd", "pad")
-def _constant_pad(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _constant_pad(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, pad = a["self"], a["pad"]
     if a.get("mode", "constant") != "constant" or x.layout == WHOLE:
         raise NoRule("padding of this kind")
@@ -407,7 +392,6 @@ def _constant_pad(e: Emitter, node: fx.Node) -> Emitted:
         raise NoRule("padding with a size")
     value = e.const(a.get("value") or 0)
     ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
-    val = node.meta["val"]
     for d, both in ends.items():
         for p in both:
             if depends(p) and d not in x.axes:
@@ -452,10 +436,8 @@ _FACTORIES = (
 
 
 @rule(*_FACTORIES)
-def _factory(e: Emitter, node: fx.Node) -> Emitted:
+def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A tensor made of a shape: as many rows as all instances have."""
-    a = e.bound(node)
-    val = node.meta["val"]
     shape = shape_of(val)
     axes = own_dimensions(shape)
     target = operator_of(node)
@@ -487,9 +469,7 @@ def _factory(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("arange")
-def _arange(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
-    val = node.meta["val"]
+def _arange(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     (length,) = shape_of(val)
     start, step = a.get("start", 0), a.get("step", 1)
     if not depends(length):
@@ -508,10 +488,8 @@ def _arange(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("eye")
-def _eye(e: Emitter, node: fx.Node) -> Emitted:
+def _eye(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """The unit matrix; of an instance's own size it is one for all, as large as the largest."""
-    a = e.bound(node)
-    val = node.meta["val"]
     shape = shape_of(val)
     if not own_dimensions(shape):
         return Packed(e.line(e.call(node.target, a)), WHOLE, shape, val.dtype)
@@ -523,9 +501,9 @@ def _eye(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("diagonal")
-def _diagonal(e: Emitter, node: fx.Node) -> Emitted:
-    x = _of_diagonal(e.bound(node))
-    return e.packed(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", node.meta["val"])
+def _diagonal(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+    x = _of_diagonal(a)
+    return e.packed(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", val)
 
 
 def _of_diagonal(a: dict[str, Any]) -> Packed:
@@ -538,10 +516,9 @@ def _of_diagonal(a: dict[str, Any]) -> Packed:
 
 
 @rule("repeat")
-def _repeat(e: Emitter, node: fx.Node) -> Emitted:
+def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Copies; along the rows, all rows of an instance one time after another."""
-    a = e.bound(node)
-    x, times, val = a["self"], a["repeats"], node.meta["val"]
+    x, times = a["self"], a["repeats"]
     lead = len(times) - x.rank
     none = x.axes and times[lead + x.axes[0]] == 0
     if x.layout not in (DENSE, PACKED) or any(depends(t) for t in times) or none:
@@ -557,34 +534,31 @@ def _repeat(e: Emitter, node: fx.Node) -> Emitted:
 
 
 @rule("view_as_real", "view_as_complex")
-def _complex(e: Emitter, node: fx.Node) -> Emitted:
+def _complex(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A last dimension of two numbers, or none."""
-    x = e.to_dense(e.bound(node)["self"])
-    return e.packed(e.call(node.target, {"self": x}), node.meta["val"])
+    return e.packed(e.call(node.target, {"self": e.to_dense(a["self"])}), val)
 
 
 @rule("diagonal_scatter")
-def _diagonal_scatter(e: Emitter, node: fx.Node) -> Emitted:
+def _diagonal_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """`x.fill_diagonal_(0)` of `[T, T]` as a function."""
-    a = e.bound(node)
     x, y = _of_diagonal(a), a["src"]
     if y.layout not in (PACKED, WHOLE):
         raise NoRule("this diagonal")
     size = e.lengths(x.shape[0])
     source = y.name if y.layout == WHOLE else f"{size}.pad({y.name}).unsqueeze(2)"
     eye = f"torch.eye({size}.longest, dtype=torch.bool, device={x.name}.device)"
-    return e.packed(f"torch.where({eye}, {source}, {x.name})", node.meta["val"])
+    return e.packed(f"torch.where({eye}, {source}, {x.name})", val)
 
 
 @rule("tril", "triu")
-def _triangle(e: Emitter, node: fx.Node) -> Emitted:
-    a = e.bound(node)
+def _triangle(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
         how = node.target._schema.name.removeprefix("aten::")
         if x.rank > 2:
             raise NoRule("triangles in more than two dimensions")
-        return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", node.meta["val"])
+        return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", val)
     if x.layout == DENSE:
-        return e.packed(e.call(node.target, a), node.meta["val"])
+        return e.packed(e.call(node.target, a), val)
     raise NoRule("a triangle of one size of its own")
