@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fxbatch.ragged.row_places import measure, padded_places, padded_rows, positions, segments
+from fxbatch.ragged.row_places import measure, padded_places, padded_rows
 from fxbatch.ragged.segment_loops import (
     COMPILED,
     mean_gradients,
@@ -71,7 +71,7 @@ class Lengths:
 
     @functools.cached_property
     def segments(self) -> np.ndarray:
-        return segments(self.sizes, self.total)
+        return np.repeat(np.arange(self.n), self.sizes)
 
     @functools.cached_property
     def segment(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Lengths:
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
-        return positions(self.sizes, self.total)
+        return padded_places(self.sizes, self.total, 0)
 
     @functools.cached_property
     def position(self) -> torch.Tensor:

@@ -4,7 +4,7 @@ In: int64 [n], the size of each instance. Out: int64 columns, which tensors shar
 
     starts = np.empty(3, np.int64)
     measure(np.array([2, 0, 3]), starts)       # (5, 3, 0): rows in all, the longest, the shortest; starts is [0, 2, 2]
-    segments(np.array([2, 0, 3]), 5)           # [0, 0, 2, 2, 2]
+    padded_places(np.array([2, 0, 3]), 5, 3)   # [0, 1, 6, 7, 8]
 
 Compiled by Cython; what is annotated with Int, Ints, ... is a C type there (see uncompiled.py).
 """
@@ -37,16 +37,6 @@ def measure(sizes: Ints, starts: Written) -> tuple[int, int, int]:
     if shortest < 0:
         raise ValueError("an instance has a negative size")
     return total, longest, shortest
-
-
-def segments(sizes: Ints, total: Int) -> np.ndarray:
-    """int64 [total]: the instance of each row."""
-    return np.repeat(np.arange(len(sizes)), sizes)
-
-
-def positions(sizes: Ints, total: Int) -> np.ndarray:
-    """int64 [total]: the place of each row in its instance."""
-    return padded_places(sizes, total, 0)
 
 
 def padded_places(sizes: Ints, total: Int, longest: Int) -> np.ndarray:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxbatch.ragged.lengths import Lengths
-from fxbatch.ragged.row_places import measure, padded_places, padded_rows, positions, segments, windows
+from fxbatch.ragged.row_places import measure, padded_places, padded_rows, windows
 
 
 @given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3))
@@ -24,8 +24,8 @@ def test_against_numpy(given_sizes: list[int], kernel: int, left: int, stride: i
     )
     assert starts.tolist() == [sum(given_sizes[:i]) for i in range(n)]
     rows = [(i, j) for i in range(n) for j in range(sizes[i])]
-    assert segments(sizes, total).tolist() == [i for i, _ in rows]
-    assert positions(sizes, total).tolist() == [j for _, j in rows]
+    assert Lengths(sizes, torch.device("cpu")).segments.tolist() == [i for i, _ in rows]
+    assert Lengths(sizes, torch.device("cpu")).positions.tolist() == [j for _, j in rows]
     assert padded_places(sizes, total, longest).tolist() == [i * longest + j for i, j in rows]
     place = {row: k for k, row in enumerate(rows)}
     padded = [(i, j) for i in range(n) for j in range(longest)]
