@@ -280,8 +280,11 @@ class Emitter:
         else:
             name = self.hidden(v, clear)
         held = [*v.axes, *v.rest]
-        order = [0, *[1 + held.index(d) for d in range(v.rank)]]
-        return name if order == list(range(v.rank + 1)) else self.line(f"{name}.permute({order})")
+        return self.permuted(name, [0, *[1 + held.index(d) for d in range(v.rank)]])
+
+    def permuted(self, name: str, order: Sequence[int]) -> str:
+        """A tensor with its dimensions in another order, itself where it is the order that they have."""
+        return name if list(order) == list(range(len(order))) else self.line(f"{name}.permute({list(order)})")
 
     def hidden(self, v: Packed, dims: Sequence[int], fill: str = "0") -> str:
         """A padded value whose padding along those of its own dimensions that are in `dims` is `fill`."""
@@ -305,9 +308,7 @@ class Emitter:
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
         axes = own_dimensions(shape)
         rest = [d for d in range(len(shape)) if d not in axes]
-        order = [0] + [1 + d for d in (*axes, *rest)]
-        if order != list(range(len(shape) + 1)):
-            name = self.line(f"{name}.permute({order})")
+        name = self.permuted(name, [0, *[1 + d for d in (*axes, *rest)]])
         if len(axes) == 1:
             name = self.line(f"{self.lengths(shape[axes[0]])}.unpad({name})")
         return self.packed(name, like)

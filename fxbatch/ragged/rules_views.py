@@ -43,9 +43,7 @@ def _moved(e: Emitter, x: Packed, val: torch.Tensor, order: list[int]) -> Packed
         return Packed(e.line(f"{x.name}.permute({tuple(order)})"), WHOLE, shape_of(val), val.dtype)
     places = [0] if x.layout in (DENSE, PADDED) else []
     places += [x.place(d) for d in (*axes, *rest)]
-    if places == list(range(len(places))):
-        return e.packed(x.name, val)
-    return e.packed(f"{x.name}.permute({tuple(places)})", val)
+    return e.packed(e.permuted(x.name, places), val)
 
 
 @rule("permute")
@@ -95,16 +93,12 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
             raise NoRule("a view that joins two sizes of its own")
         rest = ", ".join(str(d) for d in shape if not depends(d))
         return e.packed(f"{x.name}.reshape(*{x.name}.shape[:3], {rest})", val)
-    name = x.name
-    moved = [0] + [x.place(d) for d in order if d not in x.axes]
-    if moved != list(range(len(moved))):
-        name = e.line(f"{name}.permute({tuple(moved)})")
+    name = e.permuted(x.name, [0] + [x.place(d) for d in order if d not in x.axes])
     physical = [d for d in physical if d not in axes]
     rest = "".join(f"{shape[d]}, " for d in physical)
     name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {rest})")
     wanted = [d for d in range(len(shape)) if d not in axes]
-    places = [0] + [1 + physical.index(d) for d in wanted]
-    return e.packed(name if places == list(range(len(places))) else f"{name}.permute({tuple(places)})", val)
+    return e.packed(e.permuted(name, [0] + [1 + physical.index(d) for d in wanted]), val)
 
 
 def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
@@ -202,14 +196,19 @@ def _select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         if x.layout == WHOLE:
             raise NoRule("a place of its own")
         return e.packed(f"{x.name}.select({x.place(d)}, {i})", val)
+    one = _part(e, x, d, _start(e, i, e.lengths(x.shape[d])), e.lengths(1), 1)
+    if x.layout == PACKED:
+        return e.packed(one, val)
+    (other,) = [a for a in x.axes if a != d]
+    return e.packed(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
+
+
+def _part(e: Emitter, x: Packed, d: int, begin: str, out: str, step: int) -> str:
+    """As many elements along a dimension of its own as `out` says, from `begin` on."""
     size = e.lengths(x.shape[d])
-    if x.layout == PADDED:
-        (other,) = [a for a in x.axes if a != d]
-        one = f"z.part({x.name}, {x.place(d)}, {_start(e, i, size)}, {e.lengths(1)}, 1, {size}.longest)"
-        return e.packed(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
-    if x.layout != PACKED:
-        raise NoRule("a row of two sizes of its own")
-    return e.packed(f"{x.name}.index_select(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}))", val)
+    if x.layout == PACKED:
+        return e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {step}))")
+    return e.line(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {step}, {size}.longest)")
 
 
 def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> Packed:
@@ -248,12 +247,9 @@ def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         return e.packed(x.name, val)
     size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
     begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
-    if x.layout == PADDED:
-        if not depends(shape[d]):
-            raise NoRule("a part of one of two sizes of its own, as long in all instances")
-        return e.packed(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {a['step']}, {size}.longest)", val)
-    name = e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {a['step']}))")
-    return e.of_rows(name, d, val)
+    if x.layout == PADDED and not depends(shape[d]):
+        raise NoRule("a part of one of two sizes of its own, as long in all instances")
+    return e.of_rows(_part(e, x, d, begin, out, a["step"]), d, val)
 
 
 def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: object, step: int) -> Packed:
