@@ -441,9 +441,13 @@ def embedding_sparse_gradient(
         flat, values = flat[keep], values[keep]
     else:
         flat, values = flat.clone(), values.clone()
-    size = (rows, grad.shape[-1])
+    return rows_of_table((rows, grad.shape[-1]), flat, values)
+
+
+def rows_of_table(shape: Sequence[int], indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor that is these rows added up."""
     with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.11 warns where nothing was chosen
-        return torch.sparse_coo_tensor(flat.unsqueeze(0), values, size)
+        return torch.sparse_coo_tensor(indices.reshape(1, -1), rows, tuple(shape))
 
 
 def sparse_tables(body: fx.GraphModule, inputs: int) -> tuple[int, ...]:

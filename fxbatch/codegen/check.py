@@ -15,7 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
-from fxbatch.codegen.body import devices_of, embedding_sparse_gradient, entered_modes, gradients_of
+from fxbatch.codegen.body import (
+    devices_of,
+    embedding_sparse_gradient,
+    entered_modes,
+    gradients_of,
+    rows_of_table,
+)
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, run_graph
 from fxbatch.ir import Signature, TensorSpec
 from fxbatch.judge import Differences, Draw, dense, differences, draws, on_common_rows
@@ -57,13 +63,13 @@ class _SparseTables(QuietDispatchMode):
                 return func(*args[:9], True, *args[10:], **kwargs)
         elif func is aten.new_zeros.default and tuple(args[1]) in self.shapes:
             like, shape = args[:2]
-            return _rows_of_table(shape, like.new_zeros(0, dtype=torch.int64), like.new_zeros(0, *shape[1:]))
+            return rows_of_table(shape, like.new_zeros(0, dtype=torch.int64), like.new_zeros(0, *shape[1:]))
         elif func in _ADDITIONS and args[0].is_sparse:
             return _ADDITIONS[func](*args, **kwargs)
         elif func is aten.select_backward.default and args[2] == 0 and tuple(args[1]) in self.shapes:
             grad, shape, _, index = args
             at = torch.tensor([index % shape[0]], device=grad.device)
-            return _rows_of_table(shape, at, grad.unsqueeze(0))
+            return rows_of_table(shape, at, grad.unsqueeze(0))
         return self.call(func, args, kwargs)
 
 
@@ -79,16 +85,10 @@ class _OnHost(QuietDispatchMode):
         return self.call(func, args, kwargs)
 
 
-def _rows_of_table(shape: Sequence[int], indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor that is these rows added up."""
-    with torch.sparse.check_sparse_tensor_invariants(True):
-        return torch.sparse_coo_tensor(indices.reshape(1, -1), rows, tuple(shape))
-
-
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if dim:
         raise NotImplementedError("rows of a table")
-    return x + _rows_of_table(x.shape, index, rows)
+    return x + rows_of_table(x.shape, index, rows)
 
 
 def _index_put(
@@ -98,7 +98,7 @@ def _index_put(
     if not accumulate or index.dtype is torch.bool:
         raise NotImplementedError("rows of a table")
     flat = rows.expand(*index.shape, *x.shape[1:]).reshape(-1, *x.shape[1:])
-    return x.add_(_rows_of_table(x.shape, index.reshape(-1) % x.shape[0], flat))
+    return x.add_(rows_of_table(x.shape, index.reshape(-1) % x.shape[0], flat))
 
 
 _ADDITIONS: dict[object, Callable[..., torch.Tensor]] = {

@@ -7,6 +7,7 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
@@ -104,10 +105,7 @@ def column_source(e: Size, names: Mapping[Size, str]) -> str:
     if kind == "Not":
         return f"np.logical_not({parts[0]})"
     if kind in ("Max", "Min"):
-        text = parts[0]
-        for part in parts[1:]:
-            text = f"np.{_CALLS[kind]}({text}, {part})"
-        return text
+        return functools.reduce(lambda a, b: f"np.{_CALLS[kind]}({a}, {b})", parts)
     if kind in _CALLS and len(parts) == 1:
         return f"np.{_CALLS[kind]}({parts[0]})"
     if kind in _TO_INTEGERS and len(parts) == 1:

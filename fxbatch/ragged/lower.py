@@ -30,6 +30,7 @@ from fxbatch.ragged.packed_column import DENSE, PACKED, PADDED, WHOLE
 from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
 from fxbatch.torch_private import (
+    TreeSpec,
     enter_autocast,
     exit_autocast,
     set_grad_enabled,
@@ -379,12 +380,15 @@ class Emitter:
             return expression_or_number(x.meta["val"]) if is_size(x) else self.env[x]
         return expression_or_number(x)
 
+    def leaves(self, node: fx.Node) -> tuple[list[Any], TreeSpec]:
+        """The arguments of a node and the items of those that are lists, and what they are of (args, kwargs)."""
+        leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+        return [self.value(x) for x in leaves], spec
+
     def bound(self, node: fx.Node) -> Arguments:
         """The arguments of a node by name, defaults among them."""
-        schema = node.target._schema
-        leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
-        args, kwargs = tree_unflatten([self.value(x) for x in leaves], spec)
-        defaults = {a.name: a.default_value for a in schema.arguments}
+        args, kwargs = tree_unflatten(*self.leaves(node))
+        defaults = {a.name: a.default_value for a in node.target._schema.arguments}
         return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
     def call(self, target: Operator, arguments: Arguments) -> str:

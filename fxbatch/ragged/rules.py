@@ -40,7 +40,6 @@ from fxbatch.ragged.recurrent import NODES
 from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
 from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
-from fxbatch.torch_private import tree_leaves
 
 OfArguments = Callable[[Emitter, fx.Node, Arguments, Traced], Emitted]
 RULES: dict[str, Rule] = {}
@@ -110,18 +109,13 @@ def rule_of(target: torch._ops.OpOverload) -> Rule:
 
 def tensors_of(e: Emitter, node: fx.Node) -> list[Packed]:
     """The tensors among the arguments of a node."""
-    return [v for v in _values(e, node) if isinstance(v, Packed)]
-
-
-def _values(e: Emitter, node: fx.Node) -> list[Any]:
-    """The arguments of a node, those in lists among them, as the emitted function has them."""
-    return [e.value(x) for x in tree_leaves((node.args, node.kwargs))]
+    return [v for v in e.leaves(node)[0] if isinstance(v, Packed)]
 
 
 def _fixed(e: Emitter, node: fx.Node) -> bool:
     """Whether neither the results nor the arguments of a node have a size of their own."""
     own_results = any(own_dimensions(shape_of(t)) for t in results_of(node))
-    return not own_results and not any(map(depends, _values(e, node)))
+    return not own_results and not any(map(depends, e.leaves(node)[0]))
 
 
 def whole(e: Emitter, node: fx.Node) -> Emitted:

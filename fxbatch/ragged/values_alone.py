@@ -26,13 +26,12 @@ from fxbatch.ragged.lower import (
 )
 from fxbatch.ragged.packed_column import apart, together
 from fxbatch.ragged.recurrent import NODES
-from fxbatch.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, tree_unflatten
 
 
 def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
     """An operator on values without sizes of their own: torch.vmap over the instances."""
-    inputs, spec = tree_flatten((list(node.args), dict(node.kwargs)))
-    leaves = [e.value(x) for x in inputs]
+    leaves, spec = e.leaves(node)
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
@@ -93,11 +92,10 @@ class Alone:
 
 def alone(e: Emitter, node: fx.Node) -> Emitted:
     """A node instance by instance."""
-    leaves, spec = tree_flatten((list(node.args), dict(node.kwargs)))
+    leaves, spec = e.leaves(node)
     described: list[tuple[Any, ...]] = []
     codes: list[str] = []
-    for leaf in leaves:
-        x = e.value(leaf)
+    for x in leaves:
         if isinstance(x, Packed):
             described.append(("tensor", x.layout, x.axes))
             codes.append(x.name)
