@@ -276,16 +276,6 @@ class Lengths:
 
     # -- indices --------------------------------------------------------------------------------------
 
-    def rows_of(
-        self, index: torch.Tensor, first: torch.Tensor, size: torch.Tensor, from_end: bool
-    ) -> torch.Tensor:
-        """Rows that an instance's own indices mean; first and size are those of each index. An index that is out of
-        the instance's range becomes one that is out of every range, so that reading it is an error. from_end: negative
-        ones count from the end."""
-        row = torch.where(index < 0, index + size, index) if from_end else index
-        bad = (row < 0) | (row >= size)
-        return torch.where(bad, self.total, row + first)
-
     def taken(self, start: np.ndarray, sizes: Lengths, step: int = 1) -> torch.Tensor:
         """int64 [sizes.total]: `sizes` rows of each instance, from `start` on."""
         first = np.broadcast_to(self.starts + start, (self.n,))

@@ -165,7 +165,8 @@ class PackedMinibatch:
         self, size: Lengths, index: torch.Tensor, index_size: Lengths | None, from_end: bool = False
     ) -> torch.Tensor:
         """Rows of all instances that indices into the rows of each mean. index_size: how many indices each has,
-        if their first dimension differs; else they are [n, ...]. from_end: negative ones count from the end."""
+        if their first dimension differs; else they are [n, ...]. from_end: negative ones count from the end. An index
+        that is out of the instance's range becomes one that is out of every range, so that reading it is an error."""
         trailing = [1] * (index.dim() - 1)
         if index.is_cpu and index.dtype == torch.int64:  # in numpy, where a launch is 0.5 us
             numbers = index.numpy()
@@ -175,12 +176,12 @@ class PackedMinibatch:
             )
             if (numbers.view(np.uint64) < sizes.view(np.uint64)).all():  # none is negative or beyond the last
                 return torch.from_numpy(numbers + first)
-        if index_size is None:
-            return size.rows_of(
-                index, size.offsets.view(-1, *trailing), size.column.view(-1, *trailing), from_end
-            )
-        segment = index_size.segment.view(-1, *trailing)
-        return size.rows_of(index, size.offsets[segment], size.column[segment], from_end)
+        begin, count = (
+            (x if index_size is None else index_size.each(x)).view(-1, *trailing)
+            for x in (size.offsets, size.column)
+        )
+        row = torch.where(index < 0, index + count, index) if from_end else index
+        return torch.where((row < 0) | (row >= count), size.total, row + begin)
 
     def elements(
         self, sizes: Sequence[Lengths], indices: Sequence[torch.Tensor], index_size: Lengths | None
