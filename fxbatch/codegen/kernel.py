@@ -155,7 +155,7 @@ class Kernel:
     forms: tuple[Form, ...]  # of the results for no rows
     launches: int
     run: Callable[[Sequence[object]], list[torch.Tensor]]
-    prepare: Callable[..., Sequence[torch.Tensor]] | None
+    prepare: Callable[[Sequence[object]], Sequence[torch.Tensor]] | None  # `preparation` as a function
 
     @property
     def source(self) -> str:
@@ -208,12 +208,12 @@ class Workspace:
         """The tensors that a kernel computes of shared operands alone: once per run, and again after a write to one."""
         assert kernel.prepare is not None
         if self._run is None or any(x.is_inference() for x in shared):
-            return kernel.prepare(*shared)
+            return kernel.prepare(shared)
         versions = [x._version for x in shared]
         before = self._prepared.get(kernel)
         if before is not None and before[1] == versions and all(map(operator.is_, before[0], shared)):
             return before[2]
-        tensors = kernel.prepare(*shared)
+        tensors = kernel.prepare(shared)
         self._prepared[kernel] = (shared, versions, tensors)
         return tensors
 
@@ -315,8 +315,7 @@ class _KernelEmitter:
         if hoisted:
             prepared_inputs = tuple(self.registers[places[1 + i]] for i in positions)
             preparation = InstructionList(tuple(self.prepared), prepared_inputs, read)
-        bound = None if preparation is None else preparation.bind()
-        prepare = None if bound is None else lambda *shared: bound(shared)
+        prepare = None if preparation is None else preparation.bind()
         forms = tuple(map(_form, self.results))
         return Kernel(body, preparation, positions, forms, self.launches, body.bind(), prepare)
 
