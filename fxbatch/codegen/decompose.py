@@ -24,7 +24,7 @@ aten = torch.ops.aten
 Decompositions = dict[Any, Callable[..., Any]]
 
 
-def _along(x: Tensor, dim: int, index: Tensor, like: Tensor) -> Tensor:
+def _along(dim: int, index: Tensor, like: Tensor) -> Tensor:
     """A one-dimensional index of positions along `dim`, as an index of every element of `like`."""
     sizes = [1] * like.dim()
     sizes[dim] = index.numel()
@@ -40,15 +40,15 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
     dim %= wide.dim()
     added = source if alpha == 1 else source * alpha
     if x.dtype is torch.bool:
-        hits = wide.to(torch.int32).scatter_add(dim, _along(wide, dim, index, source), added.to(torch.int32))
+        hits = wide.to(torch.int32).scatter_add(dim, _along(dim, index, source), added.to(torch.int32))
         return hits.to(torch.bool).reshape(x.shape)
-    return wide.scatter_add(dim, _along(wide, dim, index, source), added).reshape(x.shape)
+    return wide.scatter_add(dim, _along(dim, index, source), added).reshape(x.shape)
 
 
 def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
     wide, source = _at_least_1d(x, source)
     dim %= wide.dim()
-    return wide.scatter(dim, _along(wide, dim, index, source), source).reshape(x.shape)
+    return wide.scatter(dim, _along(dim, index, source), source).reshape(x.shape)
 
 
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:

@@ -337,12 +337,12 @@ class Emitter:
         if any(v.shape[d] != 1 for d in flat):
             raise NoRule("a size of its own meets a fixed one")
         if v.layout == WHOLE:
-            name = self._squeezed(v.name, flat, v.rank)
+            name = self._squeezed(v.name, flat)
             return self._expanded(name, shape, axes) if layout == PADDED else name
         if v.layout == layout:
             return self.filled(v.name, _LEADING[layout], v.rank - len(axes), rest)
         if v.layout == DENSE:
-            name = self._squeezed(v.name, [d + 1 for d in flat], v.rank + 1)
+            name = self._squeezed(v.name, [d + 1 for d in flat])
             if layout == PACKED:
                 name = self.filled(name, 1, v.rank - len(flat), rest)
                 return self.line(f"{self.lengths(shape[axes[0]])}.each({name})")
@@ -351,8 +351,7 @@ class Emitter:
         if v.layout != PACKED:
             raise NoRule("two sizes of its own meet one")
         name = self.line(f"{self.lengths(v.shape[v.axes[0]])}.spread({v.name})")
-        places = [2 + v.rest.index(d) for d in flat]
-        name = self._squeezed(name, places, v.rank + 1)
+        name = self._squeezed(name, [2 + v.rest.index(d) for d in flat])
         name = self.line(f"{name}.unsqueeze({2 if mine[0] == axes[0] else 1})")
         other = axes[1] if mine[0] == axes[0] else axes[0]
         return self._expanded(self.filled(name, 3, v.rank - 1 - len(flat), rest), shape, (other,))
@@ -363,7 +362,7 @@ class Emitter:
         along = "".join(f"({self.lengths(shape[d])}, {1 + axes.index(d)}), " for d in dims)
         return self.line(f"{self.const(expanded)}({name}, [{along}], {1 + len(shape)})")
 
-    def _squeezed(self, name: str, dims: Sequence[int], rank: int) -> str:
+    def _squeezed(self, name: str, dims: Sequence[int]) -> str:
         return self.line(f"{name}.squeeze({tuple(dims)})") if dims else name
 
     def filled(self, name: str, leading: int, have: int, rest: int) -> str:

@@ -136,7 +136,6 @@ class PackedMinibatch:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        q_size: Lengths,
         k_size: Lengths,
         mask: torch.Tensor | None,
         dropout: float,

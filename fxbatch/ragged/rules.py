@@ -274,7 +274,7 @@ def over(*names: str) -> Callable[[OverRows], OverRows]:
     return register
 
 
-def _reduced(e: Emitter, node: fx.Node, x: Packed, dims: list[int], first: str) -> tuple[str, str]:
+def _reduced(e: Emitter, x: Packed, dims: list[int], first: str) -> tuple[str, str]:
     """x with its other reduced dimensions reduced by `first` ("sum"); the Lengths of its rows."""
     if x.layout != PACKED:
         raise NoRule("it acts along one of two sizes of its own" if x.layout == PADDED else "no own size")
@@ -367,7 +367,7 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         return total if count == 1 else e.packed(f"{total.name} / {count}", node.meta["val"])
     if product := _of_products(e, node, x, dims):
         return _kept(e, node, product)
-    name, size = _reduced(e, node, x, dims, "sum")
+    name, size = _reduced(e, x, dims, "sum")
     if (count := _count(x, dims)) == 1:
         return _kept(e, node, f"{size}.mean({name})")
     return _kept(e, node, f"{size}.divided({size}.sum({name}), {count})")
@@ -380,7 +380,7 @@ def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         return _masked_reduction(e, node, x, dims, no_extreme(x.dtype, how[1:]), how)
     if [d for d in dims if d not in x.axes]:
         raise NoRule("an extreme over rows and columns: ties share their gradient")
-    name, size = _reduced(e, node, x, dims, how)
+    name, size = _reduced(e, x, dims, how)
     return _kept(e, node, f"{size}.extreme({name}, {no_extreme(x.dtype, how[1:])}, {how!r})")
 
 
@@ -450,7 +450,7 @@ def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     x = Packed(name, x.layout, x.shape, torch.bool)
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, fill, how)
-    name, size = _reduced(e, node, x, dims, how)
+    name, size = _reduced(e, x, dims, how)
     return _kept(e, node, f"{size}.pad({name}, {fill}).{how}(1)")
 
 
@@ -513,7 +513,7 @@ def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "0", "sum")
-    name, size = _reduced(e, node, x, dims, "sum")
+    name, size = _reduced(e, x, dims, "sum")
     return _kept(e, node, f"{size}.sum({name})")
 
 

@@ -140,24 +140,14 @@ def _attention(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
     if _of_items(q, k, v, mask):
         return e.packed(e.call(node.target, a), val)
-    keep = {x.rank - 2 for x in (q, k, v)}
-    for x in (q, k, v):
-        if any(d not in (x.rank - 2,) for d in x.axes) or x.rank != q.rank:
-            raise NoRule("attention with a size of its own elsewhere than along queries or keys")
-    if len(keep) > 1 or a.get("enable_gqa") or all(x.layout == WHOLE for x in (q, k, v)):
+    if any(x.rank != q.rank or set(x.axes) - {x.rank - 2} for x in (q, k, v)):
+        raise NoRule("attention with a size of its own elsewhere than along queries or keys")
+    if a.get("enable_gqa") or all(x.layout == WHOLE for x in (q, k, v)):
         raise NoRule("attention of this kind")
     names = [_heads(e, e.to_dense(x)) for x in (q, k, v)]
-    time_q, time_k = q.shape[-2], k.shape[-2]
-    q_size, k_size = e.lengths(time_q), e.lengths(time_k)
-    mask_code = "None"
-    if isinstance(mask, Packed):
-        mask_code = _mask(e, mask, q.rank, q.shape[:-1], time_k)
-    causal = bool(a["is_causal"])
-    scale = e.source(a["scale"]) if a["scale"] is not None else "None"
-    dropout = e.source(a["dropout_p"])
-    name = e.line(
-        f"z.attention({', '.join(names)}, {q_size}, {k_size}, {mask_code}, {dropout}, {causal}, {scale})"
-    )
+    mask_code = _mask(e, mask, q.shape[:-2]) if isinstance(mask, Packed) else "None"
+    how = f"{e.source(a['dropout_p'])}, {bool(a['is_causal'])}, {e.source(a['scale'])}"
+    name = e.line(f"z.attention({', '.join(names)}, {e.lengths(k.shape[-2])}, {mask_code}, {how})")
     return e.gathered(e.line(f"{name}.reshape(n, {_outer(val, name)})"), val)
 
 
@@ -183,9 +173,9 @@ def _heads(e: Emitter, x: Packed) -> str:
     return e.line(f"{name}.reshape(n, -1, *{name}.shape[-2:])")
 
 
-def _mask(e: Emitter, mask: Packed, rank: int, shape: Shape, time_k: object) -> str:
-    """An attention mask as something that broadcasts to [n, heads, queries, keys]."""
-    heads = [int(d) for d in shape[:-1]]
+def _mask(e: Emitter, mask: Packed, shape: Shape) -> str:
+    """An attention mask as something that broadcasts to [n, heads, queries, keys]; shape: of the heads."""
+    heads = [int(d) for d in shape]
     for d in mask.axes:
         if d < mask.rank - 2:
             raise NoRule("an attention mask with a size of its own among its heads")
@@ -196,7 +186,7 @@ def _mask(e: Emitter, mask: Packed, rank: int, shape: Shape, time_k: object) -> 
         raise NoRule("an attention mask with one dimension")
     full = [1] * (len(heads) - len(outer)) + outer
     if all(d == 1 for d in full):
-        return e.line(f"{name}.reshape({lead}{'' if lead == '' else '1, '}*{name}.shape[-2:])")
+        return e.line(f"{name}.reshape({lead}{'1, ' if lead else ''}*{name}.shape[-2:])")
     fulled = ", ".join(map(str, heads))
     name = e.line(f"{name}.reshape({lead}{''.join(f'{d}, ' for d in full)}*{name}.shape[-2:])")
     name = e.line(f"{name}.expand({lead}{fulled}, *{name}.shape[-2:])")
