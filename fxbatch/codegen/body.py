@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -306,6 +306,17 @@ def _is_position(index: Any) -> bool:
     return integral and index.dim() == 0
 
 
+@contextlib.contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Without the one kernel that is a whole layer of attention in inference: its parts batch, and it does not."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
     inputs = [fake_rows(mode, kind) for kind in signature.inputs]
@@ -318,17 +329,12 @@ def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeT
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with mode:
-            tape = record(torch.func.functionalize(body), fakes, decompositions())
-            if tape.writes:
-                first = tape
-                again = torch.func.functionalize(lambda *tensors: run(first, tensors))
-                tape = record(again, fakes, decompositions())
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+    with without_fast_path(), mode:
+        tape = record(torch.func.functionalize(body), fakes, decompositions())
+        if tape.writes:
+            first = tape
+            again = torch.func.functionalize(lambda *tensors: run(first, tensors))
+            tape = record(again, fakes, decompositions())
     for call in tape.calls:
         if writes(call.target):
             raise NotBatchable(f"it writes to {_named(call.args[0], len(fakes), signature)} ({call.target})")

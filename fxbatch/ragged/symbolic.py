@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxbatch.codegen.body import Call, IndexByTensor, Result, Tape, as_graph, record
+from fxbatch.codegen.body import Call, IndexByTensor, Result, Tape, as_graph, record, without_fast_path
 from fxbatch.ragged.expressions import (
     ColumnsFunction,
     UnknownExpressionError,
@@ -265,19 +265,13 @@ def _trace(
     by_tape: bool,
     names: Names = FUNCTIONS,
 ) -> tuple[fx.GraphModule, ShapeEnv]:
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with functions_refused(NoPackedForm), stand_ins((body, *code), names):
-            arguments = _watched(body, flags_known), tensors, dynamic
-            if by_tape:
-                traced = _taped(*arguments)
-            else:  # what does not stay whole
-                composites = {f: f.decompose for f, name in _composites().items() if name not in whole}
-                traced = trace_with_sizes(*arguments, composites)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-    module, env = traced
+    with without_fast_path(), functions_refused(NoPackedForm), stand_ins((body, *code), names):
+        arguments = _watched(body, flags_known), tensors, dynamic
+        if by_tape:
+            module, env = _taped(*arguments)
+        else:  # what does not stay whole
+            composites = {f: f.decompose for f, name in _composites().items() if name not in whole}
+            module, env = trace_with_sizes(*arguments, composites)
     know_numbers(env, (g.expr for g in env.guards))
     _without_whole_slices(module.graph)
     _without_writes(module.graph)
