@@ -215,19 +215,20 @@ class Emitter:
         e = expression(e) if isinstance(e, int) else e
         if source := self._by_values(e):
             return self.line(f"z.sized({source})")
-        if e not in self.lengths_of:
-            column_source(e, self._names)
-            self.lengths_of[e] = f"L{len(self.lengths_of)}"
-        return self.lengths_of[e]
+        return self._numbered(e, self.lengths_of, "L")
 
     def column(self, e: object) -> str:
         """A numpy column of an expression: one number per instance."""
         if source := self._by_values(e):
             return self.line(source)
-        if e not in self.columns_of:
+        return self._numbered(e, self.columns_of, "c")
+
+    def _numbered(self, e: object, names: dict[Size, str], letter: str) -> str:
+        """The name of what the function is given of a size."""
+        if e not in names:
             column_source(e, self._names)
-            self.columns_of[e] = f"c{len(self.columns_of)}"
-        return self.columns_of[e]
+            names[e] = f"{letter}{len(names)}"
+        return names[e]
 
     def _by_values(self, e: object) -> str:
         """The source of a size that depends on values, "" of another."""
@@ -321,6 +322,13 @@ class Emitter:
             return self.packed(name, val)
         name = self.line(f"{name}.reshape(n, {shape[d]}, *{name}.shape[1:])")
         return self.packed(name if d == 0 else f"{name}.movedim(1, {d + 1})", val)
+
+    def leading(self, shape: tuple[object, ...]) -> list[str]:
+        """The sizes of a value of the instances of this shape, before those of its other dimensions."""
+        axes = own_dimensions(shape)
+        if len(axes) == 1:
+            return [f"{self.lengths(shape[axes[0]])}.total"]
+        return ["n", *[f"{self.lengths(shape[d])}.longest" for d in axes]]
 
     def aligned(self, v: Packed, shape: tuple[object, ...]) -> str:
         """A value so that it broadcasts against another of `shape`, in that one's layout."""

@@ -171,17 +171,13 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
 def _expand(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     shape = shape_of(val)
-    axes = own_dimensions(shape)
-    if x.layout == WHOLE:
-        x = e.to_dense(x) if axes else x
+    if x.layout == WHOLE and own_dimensions(shape):
+        x = e.to_dense(x)
     if x.layout == WHOLE:
         return Packed(e.line(f"{x.name}.expand({shape})"), WHOLE, shape, val.dtype)
     name = e.aligned(x, shape)
     rest = [d for d in shape if not depends(d)]
-    lead = {0: ["n"], 1: [f"{e.lengths(shape[axes[0]])}.total"] if axes else []}.get(len(axes))
-    if lead is None:
-        lead = ["n", *[f"{e.lengths(shape[a])}.longest" for a in axes]]
-    return e.packed(f"{name}.expand({', '.join(map(str, (*lead, *rest)))})", val)
+    return e.packed(f"{name}.expand({', '.join(map(str, (*e.leading(shape), *rest)))})", val)
 
 
 # -- slices -----------------------------------------------------------------------------------------------
@@ -441,12 +437,7 @@ def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if isinstance(a.get("self"), Packed):
         a["dtype"], a["device"] = val.dtype, Code("z.device")
     rest = [str(d) for d in shape if not depends(d)]
-    if len(axes) == 2:
-        lead = ["n", *[f"{e.lengths(shape[d])}.longest" for d in axes]]
-    elif axes:
-        lead = [f"{e.lengths(shape[axes[0]])}.total"]
-    else:
-        lead = ["n"] if random or isinstance(a.get("self"), Packed) else []
+    lead = e.leading(shape) if axes or random or isinstance(a.get("self"), Packed) else []
     fill = a.get("fill_value")
     if fill is not None and depends(fill):
         if lead:
