@@ -119,7 +119,8 @@ class Engine(Planner):
 
         def why() -> list[str]:
             share = recording_share(recording=recording.forward - executed, step=step)
-            return [*reasons(phases, recorded.statistics, fn), *([share] if share else [])]
+            statement = "" if recorded.statistics.suspensions else self.packed.statement(fn, instances)
+            return [*reasons(phases, recorded.statistics, fn), *filter(None, (statement, share))]
 
         return result, why
 

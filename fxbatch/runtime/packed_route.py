@@ -14,6 +14,8 @@ from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors, opene
 from fxbatch.runtime.options import Options
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import tree_leaves
+from fxbatch.trace.reads import Reads
+from fxbatch.trace.things import Roots
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.runtime.packed_forward import PackedForward
@@ -42,6 +44,15 @@ class PackedRoute:
         self.forward: PackedForward | None = None
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
+
+    def statement(self, fn: object, instances: Sequence[Any]) -> str:
+        """What the user may state where its code keeps a forward of tensors from being packed, else ""."""
+        if self.off or not _tensors_first(instances):
+            return ""
+        reason = self.forward.reason if self.forward else Reads(Roots(self.root, "forward", fn)).opaque
+        return (
+            reason and f"not packed as it {reason}: plain=True states that it does the same for each instance"
+        )
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> object:
         """The results of a minibatch, or NOT_PACKED."""

@@ -77,6 +77,20 @@ def test_without_the_statement_it_is_recorded() -> None:
     assert packed is None or packed.reason
 
 
+def test_it_is_said_that_it_may_be_stated() -> None:
+    model = LibraryModel(adaptive=False)
+    model(sentences()[:1])  # too few for a look at it
+    (engine,) = model.__dict__["_fxbatch_engines"].values()
+    instances = [((model, x), {}) for x in sentences()]
+    _, why = engine.call_with_reasons(LibraryModel.forward, instances, "stack", None)
+    said = "not packed as it reads LOCK, a lock, which can't be compared (test_stated_plain.py:"
+    assert any(x.startswith(said) and "plain=True" in x for x in why()), why()
+    stated = LibraryModel(plain=True, adaptive=False)
+    stated(sentences())
+    (engine,) = stated.__dict__["_fxbatch_engines"].values()
+    assert not engine.packed.statement(LibraryModel.forward, instances)
+
+
 def test_numbers_are_compared_all_the_same() -> None:
     model = LibraryModel(plain=True, adaptive=False)
     model(sentences())
