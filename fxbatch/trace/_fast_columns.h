@@ -37,6 +37,26 @@ static PyObject *column_append(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
+static PyObject *column_extend(PyObject *self, PyObject *numbers)
+{
+    Column *c = (Column *)self;
+    PyObject *items = PySequence_Fast(numbers, "a column is extended by a sequence");
+    if (!items)
+        return NULL;
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(items), before = c->size;
+    int failed = column_reserve(c, n) < 0;
+    for (Py_ssize_t i = 0; i < n && !failed; i++) {
+        int64_t x = PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(items, i));
+        failed = x == -1 && PyErr_Occurred();
+        c->data[before + i] = x;
+    }
+    Py_DECREF(items);
+    if (failed)
+        return NULL;
+    c->size = before + n;
+    Py_RETURN_NONE;
+}
+
 static Py_ssize_t column_length(PyObject *self)
 {
     return ((Column *)self)->size;
@@ -79,7 +99,10 @@ static void column_dealloc(PyObject *self)
     Py_TYPE(self)->tp_free(self);
 }
 
-static PyMethodDef column_methods[] = {{"append", column_append, METH_O, NULL}, {NULL}};
+static PyMethodDef column_methods[] = {
+    {"append", column_append, METH_O, NULL},
+    {"extend", column_extend, METH_O, NULL},
+    {NULL}};
 static PySequenceMethods column_sequence = {.sq_length = column_length, .sq_item = column_item};
 static PyBufferProcs column_buffer = {column_getbuffer, column_releasebuffer};
 static PyTypeObject ColumnType = {

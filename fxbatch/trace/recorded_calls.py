@@ -334,8 +334,7 @@ class RecordedCalls(Columns):
     def row(self, entry: Entry, inputs: Sequence[Value]) -> list[Value]:
         """Record one call; its outputs as a flat list."""
         self.sigs.append(entry.sid)
-        for v in inputs:
-            self.inputs.append(v._value)
+        self.inputs.extend([v._value for v in inputs])
         flags = [0] * len(entry.types)
         asked = entry.carries and any(v._flags & REQUIRES_GRAD for v in inputs)
         if asked or (entry.carries and operands_require(entry.operands)):

@@ -177,15 +177,16 @@ def test_column() -> None:
     c = state.new_column()
     assert np.array(c, dtype=np.int64).tolist() == []
     c.append(3)
-    for number in (1 << 41, -2, 7, 8):
-        c.append(number)
+    c.extend((1 << 41, -2))
+    c.extend([])
+    c.extend((7, 8))
     assert len(c) == 5 and c[-1] == 8 and c[0] == 3
     assert memoryview(c).tolist() == [3, 1 << 41, -2, 7, 8]
     assert np.array(c, dtype=np.int64).dtype == np.int64
     with memoryview(c), pytest.raises(BufferError):
         c.append(1)
     with pytest.raises((TypeError, OverflowError)):
-        c.append("x")
+        c.extend((1, "x"))
     for i in range(1000):
         c.append(i)
     assert c[len(c) - 1] == 999
