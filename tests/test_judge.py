@@ -231,7 +231,7 @@ def test_a_packed_function_of_wrong_values_is_refused(monkeypatch: pytest.Monkey
     function = PackedFunction.of(body, [instances[0]], ((0,),), [])
     check_against_body(function, [instances], [])
     apart = PackedFunction.apart
-    monkeypatch.setattr(PackedFunction, "apart", lambda *args: [t + WRONG for t in apart(*args)])
+    monkeypatch.setattr(PackedFunction, "apart", lambda *args: [[t + WRONG for t in x] for x in apart(*args)])
     with pytest.raises(AssertionError, match="it differs from the loop: output 0: error"):
         check_against_body(function, [instances], [])
     packed = [[body(x)[0] + WRONG for x in instances]]
