@@ -426,10 +426,10 @@ class PackedCalls:
             work.take_rows()
             if (first & ~work.resolved).any():
                 break
-        ran = {s: np.count_nonzero(waiting & work.resolved & (p.sig == s)) for s, n in cost.items() if n}
+        counts = np.bincount(p.sig[waiting & work.resolved], minlength=len(p.signatures))
+        ran = {s: count for s, n in cost.items() if n and (count := counts.item(s))}
         for s, n in ran.items():
-            if n:
-                run.planner.await_graph(p.signatures[s], seconds * n / sum(ran.values()))
+            run.planner.await_graph(p.signatures[s], seconds * n / sum(ran.values()))
 
     def families_in(self, program: Program) -> dict[int, CallFamily]:
         """By their signatures, whose functions run calls of a program; none where there is but one call for each step,

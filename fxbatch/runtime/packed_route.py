@@ -42,6 +42,7 @@ class PackedRoute:
         self.may_build = may_build
         self.may_try = may_try  # asked before anything is imported
         self.forward: PackedForward | None = None
+        self._opaque: str | None = None  # why the code is not plain, once it was looked at without `forward`
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
 
@@ -49,10 +50,11 @@ class PackedRoute:
         """What the user may state where its code keeps a forward of tensors from being packed, else ""."""
         if self.off or not _tensors_first(instances):
             return ""
-        reason = self.forward.reason if self.forward else Reads(Roots(self.root, "forward", fn)).opaque
-        return (
-            reason and f"not packed as it {reason}: plain=True states that it does the same for each instance"
-        )
+        if self.forward is None and self._opaque is None:
+            self._opaque = Reads(Roots(self.root, "forward", fn)).opaque
+        reason = self.forward.reason if self.forward else self._opaque or ""
+        stated = "plain=True states that it does the same for each instance"
+        return reason and f"not packed as it {reason}: {stated}"
 
     def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> object:
         """The results of a minibatch, or NOT_PACKED."""

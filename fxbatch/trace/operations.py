@@ -397,11 +397,11 @@ class _CallWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-Body = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]  # of inputs and shared operands
+OfOperands = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]  # inputs, and shared ones
 
 
 def run_on_fakes(
-    body: Body,
+    body: OfOperands,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -446,7 +446,7 @@ _IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
 def _run_without_memory(
-    body: Body,
+    body: OfOperands,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -485,7 +485,7 @@ def _run_without_memory(
 
 
 def _run_on_fakes(
-    body: Body,
+    body: OfOperands,
     inputs: Sequence[TensorSpec],
     shared: Sequence[torch.Tensor],
     *,
@@ -523,7 +523,7 @@ def _fake_shared(mode: FakeTensorMode, s: torch.Tensor) -> torch.Tensor:
 
 
 def _run_watched(
-    body: Body,
+    body: OfOperands,
     types: Sequence[TensorSpec],
     fakes: list[torch.Tensor],
     fake_shared: list[torch.Tensor],

@@ -227,8 +227,7 @@ class Walk:
         if isinstance(x, torch.nn.Module):
             return self._of_module(x, name, path)
         if isinstance(x, Parent):
-            classes = type(x.module).__mro__
-            if x.after not in classes:  # the method is another object's
+            if x.after not in (classes := type(x.module).__mro__):  # the method is another object's
                 return self.refuse(f"reads {path}")
             rest = classes[classes.index(x.after) + 1 :]
             owner = next((c for c in rest if name in c.__dict__), None)
