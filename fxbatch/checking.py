@@ -42,7 +42,8 @@ from fxbatch.judge import (
     nudged,
 )
 from fxbatch.passes.plan import is_constant
-from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.argument_objects import Instance
+from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.shared_state import SharedState
 from fxbatch.signature import Signature

@@ -38,8 +38,8 @@ from fxbatch.errors import LoopWarning, MinibatchError, OptionError, StaleTraceE
 from fxbatch.instances import instances_of, is_minibatch
 from fxbatch.mistakes import outside
 from fxbatch.plain_loop import disabled, loop_over, plain_columns, undecorated
-from fxbatch.runtime.argument_objects import TensorColumns
-from fxbatch.runtime.engine import Engine, Instance, ReadyMinibatch, TracedInstance, is_traced, traced_items
+from fxbatch.runtime.argument_objects import Instance, TensorColumns
+from fxbatch.runtime.engine import Engine, ReadyMinibatch, TracedInstance, is_traced, traced_items
 from fxbatch.runtime.options import Batching, Options, signature
 from fxbatch.runtime.packed_route import NOT_PACKED
 from fxbatch.runtime.refusals import surroundings, unheard_mode

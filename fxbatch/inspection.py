@@ -25,9 +25,10 @@ from fxbatch.packed_explanation import explain_packed, packed_call_lines
 from fxbatch.passes.fold import batch_calls
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.schedule import longest_chains
+from fxbatch.runtime.argument_objects import Instance
 from fxbatch.runtime.autograd import take_results
 from fxbatch.runtime.blocks import Unrolled, emit_unrolled
-from fxbatch.runtime.engine import Engine, Instance
+from fxbatch.runtime.engine import Engine
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.options import Options

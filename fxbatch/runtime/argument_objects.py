@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -218,7 +218,10 @@ def holds_tensors(x: Any, depth: int = 3) -> bool:
     return not is_tree and any(holds_tensors(v, depth - 1) for v in parts)
 
 
-class TensorColumns(Sequence[tuple[tuple[Any, ...], dict[str, Any]]]):
+Instance: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]  # arguments, the module first
+
+
+class TensorColumns(Sequence[Instance]):
     """Instances whose arguments are columns of plain tensors: (args, kwargs) of each, made when it is asked for."""
 
     __slots__ = ("columns", "head")

@@ -109,11 +109,11 @@ class BuildQueue:
         built = stopwatch.seconds_of_building() - self._built_before
         return built + seconds < min(MOST, self._ahead + self.earned)
 
-    def may_try(self, seconds: float) -> bool:
+    def may_try(self, seconds: float, *, ahead: float = AHEAD) -> bool:
         """Whether what takes so long is tried now: a function for all sizes, which may save all of the loop's time, and
-        in whose place an operation is built for each of them."""
+        in whose place an operation is built for each of them. ahead: minibatches that may pay for it."""
         built = stopwatch.seconds_of_building() - self._built_before
-        return not self._instances or built + seconds < min(MOST, AHEAD * self._loop + self.earned)
+        return not self._instances or built + seconds < min(MOST, ahead * self._loop + self.earned)
 
     def put(self, key: Hashable, operation: CallByCall, build: Callable[[float], object]) -> None:
         """Let an operation wait that runs call by call now; `build` builds it, if that takes no more seconds than it is

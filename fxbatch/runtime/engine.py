@@ -19,6 +19,7 @@ import torch
 from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
 from fxbatch.ir import Modes
+from fxbatch.runtime.argument_objects import Instance
 from fxbatch.runtime.autograd import mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.options import Options
@@ -37,8 +38,6 @@ from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace
-
-Instance = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Engine(Planner):

@@ -3,7 +3,7 @@
 In: a decorated forward and a minibatch whose instances are tensors: [T, 64], with another T in each. Out: its results,
 by one PackedFunction over all instances, or None where the forward is no such operation.
 
-    packed = PackedForward(options, model)
+    packed = PackedForward(ForwardCode(options, model))
     packed.call(Model.forward, instances, "stack")         # (results,)
 
 A forward is packed when sizes differ in a minibatch, its code can be known (as for any operation: what it reads is
@@ -13,7 +13,6 @@ is not the forward get a graph of their own, or run by themselves.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -32,14 +31,14 @@ from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
 from fxbatch.runtime.argument_objects import (
+    Instance,
     Opened,
     TensorColumns,
-    classes_of,
     closed,
     named,
     opened,
 )
-from fxbatch.runtime.options import Options
+from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import gather
 from fxbatch.runtime.watchers import is_watched
@@ -57,20 +56,15 @@ from fxbatch.torch_private import (
     tree_unflatten,
     without_saved_tensor_hooks,
 )
-from fxbatch.trace.module_state import Examined
 from fxbatch.trace.modules import changed_attribute
 from fxbatch.trace.operations import BodyError, BodyRun, run_on_fakes
-from fxbatch.trace.reads import Reads
 from fxbatch.trace.state import Bounds, autocast_state, current_recorder, sizes_of
 from fxbatch.trace.table import ATOMS, ByIdentity, static_key
-from fxbatch.trace.things import Roots
 
 MOST_VARIANTS = 4  # graphs of one forward for different ranges of sizes
 FEWEST = 8  # one in so many instances the first graph is to be for: four such are for half of them
 MOST_FAILURES = 3  # minibatches in which a packed forward may raise before it is given up
 MOST_UNLIKE = 4  # minibatches whose instances are not alike, one after another, before it is given up
-
-Instance = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -125,19 +119,11 @@ class PackedFamily:
 class PackedForward:
     """The packed forms of one decorated forward on one module."""
 
-    def __init__(
-        self, options: Options, root: torch.nn.Module | None, may_build: Callable[[], bool] = lambda: True
-    ) -> None:
-        self.options = options
-        self.root = root
+    def __init__(self, code: ForwardCode, may_build: Callable[[], bool] = lambda: True) -> None:
+        self.code = code
+        self.options = code.options
         self.may_build = may_build  # asked before a graph is built for what the first one is not for
         self.families: Cache[Hashable, PackedFamily] = Cache("packed families")
-        self.examined: Examined | None = None
-        self.contents: Cache[Hashable, int] = Cache("contents")  # -> a number, which is in keys
-        self.content = 0
-        self._numbers = itertools.count()
-        self.reason = ""
-        self.classes: tuple[type, ...] = ()  # of objects among the arguments
         self.numbers: set[int] = set()  # places of integers among the arguments that have differed
         self.unlike = 0  # minibatches of instances with other structures, one after another
         self.watched: list[Any] | None = None  # what ran, for `explain`
@@ -179,7 +165,7 @@ class PackedForward:
         """The family of these instances, with the dimensions that have differed; None where none has."""
         bounds = columns.bounds
         differ = any(low != high for low, high in bounds)
-        if (not differ and not self.families) or self._look(fn) is None:
+        if (not differ and not self.families) or self.code.look(fn) is None:
             return None
         key = self._key(columns.kind)
         family = self.families.get(key)
@@ -193,11 +179,11 @@ class PackedForward:
 
     def _key(self, kind: _Kind) -> object:
         """All that a packed function depends on but the sizes."""
-        assert self.examined is not None
-        needs = tuple(s.resolve().requires_grad for s in self.examined.shared)
+        assert self.code.examined is not None
+        needs = tuple(s.resolve().requires_grad for s in self.code.examined.shared)
         types = autocast_state() if any_autocast() else ()
         defaults = torch.get_default_dtype(), torch.get_default_device()
-        return (self.content, kind, torch.is_grad_enabled(), defaults, needs, types)
+        return (self.code.content, kind, torch.is_grad_enabled(), defaults, needs, types)
 
     def _columns(self, fn: object, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
@@ -208,13 +194,10 @@ class PackedForward:
         args, kwargs = instances[0]
         if self.unlike > MOST_UNLIKE:
             return None  # not looked through again
-        met = dict.fromkeys(classes_of(tree_flatten(opened((args[1:], kwargs), None))[1]))
-        if not met:
+        if not self.code.meets(args, kwargs):
             columns = _of_containers(instances, self.numbers, once=once)
         else:
-            if not met.keys() <= set(self.classes):
-                self.classes, self.examined = (*dict.fromkeys((*self.classes, *met)),), None
-            if (look := self._look(fn)) is None:
+            if (look := self.code.look(fn)) is None:
                 return None
             names = look.reads.fields
             columns = _of_objects(instances, names) or _of_containers(
@@ -222,26 +205,6 @@ class PackedForward:
             )
         self.unlike = 0 if columns is not None else self.unlike + 1
         return columns
-
-    def _look(self, fn: object) -> Examined | None:
-        """The module as it is; None where its code or hooks can't be known."""
-        assert self.root is not None
-        examined = self.examined
-        if examined is None:
-            roots = Roots(self.root, "forward", fn, self.classes, loose=self.options.plain)
-            examined = self._now(Examined(self.root, Reads(roots)))
-        elif not examined.unchanged():
-            examined = self._now(Examined(self.root, examined.reads.again()))
-        mixes = examined.coupled and self.options.batch_norm != "minibatch"
-        self.reason = examined.reason or (examined.coupled if mixes else "")
-        return None if self.reason else examined
-
-    def _now(self, examined: Examined) -> Examined:
-        """Note how the module is."""
-        number = self.contents.get(examined.key)
-        self.content = self.contents.put(examined.key, next(self._numbers)) if number is None else number
-        self.examined = examined
-        return examined
 
     def _work(
         self, fn: object, family: PackedFamily, columns: _Columns, sizes: Sequence[np.ndarray]
@@ -297,11 +260,11 @@ class PackedForward:
         self, fn: object, columns: _Columns, example: int, dynamic: tuple[tuple[int, ...], ...]
     ) -> Variant:
         tensors = [*[c[example] for c in columns.tensors], *columns.whole]
-        assert self.root is not None and self.examined is not None
-        examined = self.examined
-        body = _Body(fn, self.root, examined.names, columns.kind, columns.plain, len(tensors))
+        examined, root = self.code.examined, self.code.root
+        assert root is not None and examined is not None
+        body = _Body(fn, root, examined.names, columns.kind, columns.plain, len(tensors))
         if examined.coupled:
-            body.trackers = trackers(self.root)
+            body.trackers = trackers(root)
         shared = [s.resolve() for s in examined.shared]
 
         def calls_of(i: int, *, plain: bool) -> tuple[BodyRun, int]:
@@ -321,9 +284,7 @@ class PackedForward:
             raise BodyError(f"changes {changed}" if changed else "writes to what it was given")
         first = len(columns.tensors)
         operands = example_of([*columns.whole, *shared])
-        function = PackedFunction.of(
-            body, example_of(tensors[:first]), dynamic, operands, code=[fn, self.root]
-        )
+        function = PackedFunction.of(body, example_of(tensors[:first]), dynamic, operands, code=[fn, root])
         if body.spec is None:
             raise NoPackedForm("it returns something else than tensors")
         if body.trackers is None:
@@ -343,11 +304,12 @@ class PackedForward:
         sizes: Sequence[np.ndarray],
         out: str,
     ) -> object:
-        assert self.examined is not None
-        shared = [*columns.whole, *[s.resolve() for s in self.examined.shared]]
-        if self.examined.coupled and len(work) != 1:
+        examined = self.code.examined
+        assert examined is not None
+        shared = [*columns.whole, *[s.resolve() for s in examined.shared]]
+        if examined.coupled and len(work) != 1:
             raise BatchCoupledError(
-                f'{self.examined.coupled} in training with batch_norm="minibatch": its code does something else for '
+                f'{examined.coupled} in training with batch_norm="minibatch": its code does something else for '
                 "some sizes of this minibatch, so that there is no one set of rows to normalise over"
             )
         if len(work) == 1 and work[0][0] is not None:

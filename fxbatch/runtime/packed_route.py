@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxbatch.runtime.argument_objects import TensorColumns, holds_tensors, opened
+from fxbatch.runtime.argument_objects import Instance, TensorColumns, holds_tensors, opened
+from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.options import Options
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import tree_leaves
-from fxbatch.trace.reads import Reads
-from fxbatch.trace.things import Roots
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
     from fxbatch.runtime.packed_forward import PackedForward
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # it imports sympy, which takes half a second that most progr
 NOT_PACKED = object()
 FIRST = 0.5  # seconds that the first function for all sizes of a process may take, with torch's imports for symbols
 SECONDS = 0.05  # and those after it
+AHEAD = 20.0  # minibatches that may pay for it, of a whole forward: it saves most of what the loop takes
 
 
 class PackedRoute:
@@ -35,44 +35,51 @@ class PackedRoute:
         options: Options,
         root: torch.nn.Module | None,
         may_build: Callable[[], bool] = lambda: True,
-        may_try: Callable[[float], bool] = lambda _: True,
+        may_try: Callable[..., bool] = lambda *_, **__: True,
     ) -> None:
-        self.options = options
-        self.root = root
+        self.code = ForwardCode(options, root)
         self.may_build = may_build
         self.may_try = may_try  # asked before anything is imported
         self.forward: PackedForward | None = None
-        self._opaque: str | None = None  # why the code is not plain, once it was looked at without `forward`
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
 
-    def statement(self, fn: object, instances: Sequence[Any]) -> str:
+    def statement(self, fn: object, instances: Sequence[Instance]) -> str:
         """What the user may state where its code keeps a forward of tensors from being packed, else ""."""
         if self.off or not _tensors_first(instances):
             return ""
-        if self.forward is None and self._opaque is None:
-            self._opaque = Reads(Roots(self.root, "forward", fn)).opaque
-        reason = self.forward.reason if self.forward else self._opaque or ""
+        if self.code.examined is None:
+            self.code.look(fn)
+        reason = self.code.reason
         stated = "plain=True states that it does the same for each instance"
         return reason and f"not packed as it {reason}: {stated}"
 
-    def call(self, fn: Callable[..., Any], instances: Sequence[Any], out: str) -> object:
+    def call(self, fn: Callable[..., Any], instances: Sequence[Instance], out: str) -> object:
         """The results of a minibatch, or NOT_PACKED."""
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not (self.options.plain or self.may_try(self.seconds_to_try)):
+            if not _sizes_differ(instances) or not self._may_try(fn, instances):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward
 
                 PackedRoute.seconds_to_try = SECONDS
-                self.forward = PackedForward(self.options, self.root, self.may_build)
+                self.forward = PackedForward(self.code, self.may_build)
         results = self.forward.call(fn, instances, out)
         return NOT_PACKED if results is None else results[0]
 
+    def _may_try(self, fn: object, instances: Sequence[Instance]) -> bool:
+        """Whether a function for all sizes may be tried, as far as is known before anything is imported."""
+        if not (self.code.options.plain or self.may_try(self.seconds_to_try, ahead=AHEAD)):
+            return False
+        if type(instances) is not TensorColumns:
+            self.code.meets(*instances[0])
+        with building():
+            return self.code.look(fn) is not None
 
-def _tensors_first(instances: Sequence[Any]) -> bool:
+
+def _tensors_first(instances: Sequence[Instance]) -> bool:
     """Whether an instance is a tensor, a container or an object that holds some: a look at one, which costs nothing for
     trees."""
     if type(instances) is TensorColumns:
@@ -81,7 +88,7 @@ def _tensors_first(instances: Sequence[Any]) -> bool:
     return len(args) > 1 and holds_tensors(args[1])
 
 
-def _sizes_differ(instances: Sequence[Any]) -> bool:
+def _sizes_differ(instances: Sequence[Instance]) -> bool:
     if isinstance(instances, TensorColumns):
         return any(len({x.shape for x in column}) > 1 for column in instances.columns)
     flat = [tree_leaves(opened(args[1:], None)) for args, _ in instances]

@@ -39,6 +39,7 @@ from fxbatch.trace.plain_objects import (
     BUILTINS,
     CALLING,
     CODE,
+    CONFIGURED,
     CONSTANTS,
     CONTAINERS,
     GIVING,
@@ -50,11 +51,13 @@ from fxbatch.trace.plain_objects import (
     TYPES,
     is_in,
     is_library,
+    is_looked_into,
     is_own,
     is_plain_tuple,
     is_torchs_or_pythons,
     is_users,
     only_computes,
+    package_of,
     unwrapped,
 )
 from fxbatch.trace.source import names_of_arguments, stored_names, syntax_of, yields
@@ -151,7 +154,7 @@ class Walk:
     def _part(self, m: torch.nn.Module, path: str) -> Things:
         """A module. One with methods that operators call would run them unseen."""
         for c in type(m).__mro__:
-            if not is_library(c.__module__):
+            if is_looked_into(c):
                 for name, f in vars(c).items():
                     if name[:2] == "__" and name not in NEVER_CALLED and isinstance(f, FunctionType):
                         self.refuse(f"reads {path}, which has a {name} of its own")
@@ -460,14 +463,14 @@ class Walk:
                 self._item(IN_DICT, m.__dict__, name, value, path, own=True)
                 return self._call(self._value(value, path), args, kwargs, spread=spread)
             cls, member = found_in(type(m), name)
-            if cls is not None and not is_library(cls.__module__):
+            if cls is not None and is_looked_into(cls):
                 bound = self._member(cls, name, member, frozenset({thing}), f"{thing.path}.{name}")
                 return self._call(bound, args, kwargs, spread=spread)
         self._torch_module(thing)
         return DATA
 
     def _torch_module(self, thing: Thing) -> None:
-        """A module that runs torch's own code: it reads its attributes, and calls its parts."""
+        """A module that runs a library's code: it reads its attributes, and calls its parts."""
         m = thing.object
         if id(m) in self._torchs:
             return
@@ -478,10 +481,11 @@ class Walk:
             if is_own(name) and not isinstance(value, torch.Tensor):
                 self.names.add(name)
                 self._item(IN_DICT, m.__dict__, name, value, f"{thing.path}.{name}", own=True)
+                self._configuration(value, f"{thing.path}.{name}")
                 if isinstance(value, functools.partial) or is_users(getattr(value, "__func__", value)):
                     self._call(self._value(value, f"{thing.path}.{name}"), (DATA,), {}, spread=True)
         for c in cls.__mro__:
-            if is_library(c.__module__):
+            if not is_looked_into(c):
                 continue
             for name, member in c.__dict__.items():  # what torch's code may call in place of its own
                 if isinstance(member, FunctionType) and name not in NEVER_CALLED:
@@ -495,6 +499,18 @@ class Walk:
         for name, part in m._modules.items():
             if part is not None:
                 self._module(Thing(part, f"{thing.path}.{name}"), (DATA,), {}, spread=True)
+
+    def _configuration(self, x: object, path: str) -> None:
+        """What a module's configuration holds, and what is in that: all of it may be read."""
+        if (package := package_of(x)) in CONFIGURED:
+            space, name = vars(sys.modules[package]), "__version__"
+            self._item(IN_DICT, space, name, space.get(name, MISSING), f"{package}.{name}")
+            x = vars(x)
+        if type(x) is dict and id(x) not in self._torchs:
+            self._torchs.add(id(x))
+            for name, value in x.items():
+                self._item(IN_DICT, x, name, value, f"{path}.{name}")
+                self._configuration(value, f"{path}.{name}")
 
     def _new_object(self, cls: type, path: str) -> Things:
         if is_plain_tuple(cls) or issubclass(cls, BaseException):

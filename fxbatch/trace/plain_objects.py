@@ -30,7 +30,10 @@ from fxbatch.trace.table import ATOMS
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__", "test", "this"} | {
     "torch", "numpy", "greenlet", "networkx", "fxbatch",
     "torch_geometric",  # its `Data` objects are arguments, its layers are modules
+    "einops",
 }  # fmt: skip
+# Packages whose modules are taken as torch's own are: what they do depends on what they and their configuration hold.
+CONFIGURED = frozenset({"transformers"})
 _OWN = frozenset(torch.nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_all_weights"}
 
 # Numbers and the like, which never change: what holds them is compared.
@@ -107,6 +110,17 @@ def is_library(module_name: object) -> bool:
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 
+def package_of(x: object) -> str:
+    """The package that a class, or an object's, comes from."""
+    cls = x if isinstance(x, type) else type(x)
+    return str(cls.__module__).partition(".")[0]
+
+
+def is_looked_into(cls: type) -> bool:
+    """Whether the code of a module's class is walked; of others what their objects hold is compared."""
+    return not is_library(cls.__module__) and package_of(cls) not in CONFIGURED
+
+
 def is_own(name: str) -> bool:
     """Whether an attribute of a module is the user's, not the bookkeeping of torch or fxbatch."""
     return name not in _OWN and not name.startswith("_fxbatch")
@@ -164,7 +178,12 @@ def only_computes(f: object) -> bool:
             "collections",
             "itertools",
         )
-    if home.partition(".")[0] == "torch_geometric" or home in ("math", "cmath", "_operator", "itertools"):
+    if home.partition(".")[0] in ("torch_geometric", "einops") or home in (
+        "math",
+        "cmath",
+        "_operator",
+        "itertools",
+    ):
         return True
     if is_in(f, _FUNCTIONS) or getattr(math, name, None) is f or getattr(operator, name, None) is f:
         return True

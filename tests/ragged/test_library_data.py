@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.ragged.test_library_style_models import check_in_double
-from tests.ragged.test_packed_forward import packed_of, variants_of
+from tests.ragged.test_packed_forward import route_of, variants_of
 from tests.trust.programs import model
 
 NAME = "torch_geometric.data.data"
@@ -91,4 +91,4 @@ def test_a_library_object_that_is_changed_is_changed(data: Any) -> None:
     before = [g.x for g in given]
     made(given)
     assert all(g.x is not x for g, x in zip(given, before, strict=True))
-    assert packed_of(made).reason or not variants_of(made)
+    assert route_of(made).code.reason or not variants_of(made)

@@ -14,8 +14,10 @@ import fxbatch
 from fxbatch.errors import ResultError
 from fxbatch.ragged import symbolic
 from fxbatch.runtime import packed_forward
+from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
+from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.trace import operations, state
 from fxbatch.trace.state import sizes_of
 from tests.oracle import assert_same, check_equal
@@ -52,14 +54,22 @@ def words(*sizes: int) -> list[torch.Tensor]:
     return [torch.randint(50, (n,)) for n in sizes]
 
 
+def route_of(model: nn.Module) -> PackedRoute:
+    found = next(iter(model.__dict__["_fxbatch_engines"].values())).packed
+    assert isinstance(found, PackedRoute)
+    return found
+
+
 def packed_of(model: nn.Module) -> PackedForward:
-    found = next(iter(model.__dict__["_fxbatch_engines"].values())).packed.forward
+    found = route_of(model).forward
     assert isinstance(found, PackedForward)
     return found
 
 
 def variants_of(model: nn.Module) -> list[Any]:
-    return [v for f in packed_of(model).families.values() for v in f.variants]
+    """The packed functions of a model's forward; none where nothing was built for it."""
+    packed = route_of(model).forward
+    return [] if packed is None else [v for f in packed.families.values() for v in f.variants]
 
 
 def compare(model: nn.Module, batch: Any) -> None:
@@ -201,7 +211,7 @@ def test_instances_that_the_first_graph_is_not_for_get_another() -> None:
     )
     batch = [torch.randn(t, 8) for t in (2, 3, 4, 5, 6, 7)]
     instances = [((made, x), {}) for x in batch]
-    packed = PackedForward(Options(), made)
+    packed = PackedForward(ForwardCode(Options(), made))
     fn = type(made).forward.__wrapped__
     (found,) = packed.call(fn, instances, "list") or ((),)
     assert_same(list(found), [fn(made, x) for x in batch])
@@ -328,6 +338,7 @@ def test_a_forward_with_effects_is_not_packed() -> None:
     model(words(3, 5))
     assert model.seen == 2
     assert not variants_of(model)
+    assert route_of(model).forward is None  # nothing is imported for what can't be packed
 
 
 def test_dropout_is_drawn_anew() -> None:
@@ -356,10 +367,10 @@ def test_only_the_side_of_the_mode_that_runs_is_looked_at() -> None:
     for number in range(4):
         batch = words(3, 5 + number, 2)
         check_equal(model.train(), batch)
-        assert not packed_of(model).reason
+        assert not route_of(model).code.reason
         with torch.no_grad():
             check_equal(model.eval(), batch, gradients=False)
-        assert "numpy" in packed_of(model).reason
+        assert "numpy" in route_of(model).code.reason
     assert len(variants_of(model)) == 1
 
 

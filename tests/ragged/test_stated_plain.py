@@ -15,7 +15,7 @@ import fxbatch
 from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
 from fxbatch.trace.plain_body import Walk
-from tests.ragged.test_packed_forward import packed_of
+from tests.ragged.test_packed_forward import packed_of, route_of
 
 LOCK = threading.Lock()
 
@@ -73,8 +73,8 @@ def test_what_is_stated_plain_is_packed_with_the_values_and_gradients_of_the_loo
 def test_without_the_statement_it_is_recorded() -> None:
     model = LibraryModel(adaptive=False)
     torch.testing.assert_close(model(sentences()), alone(model))
-    packed = packed_of(model)
-    assert packed is None or packed.reason
+    assert route_of(model).forward is None
+    assert route_of(model).code.reason
 
 
 def test_it_is_said_that_it_may_be_stated() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 import fxbatch
+from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
 from fxbatch.trace import calls
@@ -132,7 +133,7 @@ def test_nothing_waits_for_batch_sizes(waits: bool, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("forward", [_by_length, _batch_first])
 def test_a_forward_with_packed_sequences_is_packed(forward: Callable[..., Any]) -> None:
     model = _model(forward, nn.GRU(4, 3), waits=False)
-    packed = PackedForward(Options(), model)
+    packed = PackedForward(ForwardCode(Options(), model))
     plain: Any = type(model).forward.__wrapped__  # type: ignore[attr-defined]
     assert packed.call(plain, [((model, x), {}) for x in _sequences(3, 7, 2, 5)], "list") is not None
     (family,) = packed.families.values()
