@@ -57,6 +57,7 @@ from fxbatch.trace.operations import (
     function_name,
     on_views,
     plain_function,
+    where_by_bytes,
 )
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import why_not_plain
@@ -140,6 +141,8 @@ def call_function(
         func = taker
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
         func = WITHIN_RANGE[func]
+    elif func == torch.where and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.uint8:
+        func = where_by_bytes
     is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
     arguments = Arguments(recorder, args, kwargs, views=func is not on_views, own=is_custom)
     try:

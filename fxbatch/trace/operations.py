@@ -178,6 +178,12 @@ def one_hot_within(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter(-1, index.unsqueeze(-1), 1)
 
 
+def where_by_bytes(condition: torch.Tensor, *others: object) -> torch.Tensor:
+    """`torch.where` by a mask of uint8, which fake tensors refuse."""
+    chosen: torch.Tensor = torch.where(condition.bool(), *others)  # type: ignore[assignment]
+    return chosen
+
+
 # Functions whose rules under vmap miss an index that is out of range, and what is recorded in their place.
 WITHIN_RANGE: dict[object, Callable[..., torch.Tensor]] = {
     F.embedding: embedding_of_rows,

@@ -194,3 +194,28 @@ def test_no_code_of_ours_compares_functions_of_torch_by_identity() -> None:
                     if home and isinstance(getattr(home, x.attr, None), BuiltinFunctionType):
                         lines.append(f"{file.name}:{node.lineno} {ast.unparse(node)}")
     assert not lines
+
+
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+def test_where_by_bytes_is_recorded() -> None:
+    """Masks of uint8, as CRFs keep them: torch takes them, fake tensors refuse."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.step = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, xs: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones(len(xs), 1, dtype=torch.uint8)
+            mask[-1] = 0
+            score = self.step(xs[0])
+            for x, keep in zip(xs[1:], mask[1:], strict=True):
+                score = torch.where(keep, torch.tanh(self.step(score + x)), score)
+            score += self.step.bias
+            return score
+
+    model = Masked()
+    check_equal(model, sentences())
+    explanation = fxbatch.explain(model, sentences())
+    assert not explanation.unbatched and "phases" not in str(explanation)
