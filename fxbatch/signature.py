@@ -126,11 +126,11 @@ class Template:
 
         Emitted as one expression where these hold tuples, lists and dicts alone: 0.1 us a call, by pytrees 5.
         """
-        args, kwargs = tree_unflatten(list(range(len(self.leaves))), self.spec)
         try:
+            args, kwargs = tree_unflatten(list(range(len(self.leaves))), self.spec)
             words = [_expression(x, self.leaves) for x in args]
             words += [f"{name}={_expression(x, self.leaves)}" for name, x in kwargs.items() if _named(name)]
-        except _NotPlain:
+        except Exception:  # noqa: BLE001 - _NotPlain, or of a class that looks at what it is made of, as PackedSequence
             return lambda function, shared: (
                 lambda *given: _called(function, self.fill(input=given, shared=shared))
             )

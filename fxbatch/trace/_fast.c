@@ -379,10 +379,11 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
         PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
         Py_ssize_t given_n = PyTuple_GET_SIZE(args[2]);
+        int is_like = pure == Py_None, of_real = is_like && given_n && Py_IS_TYPE(given[0], Tensor);
         if (given_n && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
             result = view_of_bare(current, args[0], given, given_n);
-        if (!result && !PyErr_Occurred())
-            result = pure ? call_in_place(current, args[0], pure, given, given_n, names)
+        if (!result && !of_real && !PyErr_Occurred())
+            result = pure && !is_like ? call_in_place(current, args[0], pure, given, given_n, names)
                           : call_function(current, args[0], given, given_n, names, 1);
         if (result || PyErr_Occurred())
             return result;

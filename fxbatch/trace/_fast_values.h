@@ -21,7 +21,7 @@ static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
 static PyObject *slow_torch_function, *slow_bare, *slow_handle, *slow_question, *slow_written;
-static PyObject *pure_forms; /* of functions that write to their first argument: what gives the new content */
+static PyObject *pure_forms; /* of functions that write to their first argument: what gives the new content; None of calls.LIKE */
 static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define SLOT(object, where) (*(PyObject **)((char *)(object) + (where)))

@@ -96,6 +96,14 @@ class Known:
     result: object
 
 
+# What is asked of a recorded tensor is its type alone: the result of a real tensor is real.
+LIKE: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    torch.Tensor.type_as: lambda x, v: x.to(v.device, v.dtype),
+    torch.Tensor.to: lambda x, v: x.to(v.device, v.dtype),
+    torch.Tensor.view_as: lambda x, v: x.view(v.shape),
+    torch.Tensor.reshape_as: lambda x, v: x.reshape(v.shape),
+}
+
 UNFILLED: dict[object, Callable[..., object]] = {
     torch.Tensor.new_empty: torch.Tensor.new_zeros, torch.empty_like: torch.zeros_like,
 }  # fmt: skip
@@ -111,6 +119,8 @@ def call_function(
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
     asked = func
+    if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
+        return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
     if _fast is not None and (recorded := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
         return recorded
     recorder.long_calls += 1

@@ -176,18 +176,30 @@ class Entry:
         if self.is_tuple or self.named is not None:
             return (self.named or tuple)(outputs)
         if self.nested is None:
-            assert self.signature.result is not None
+            result = self.signature.result
+            assert result is not None
             slots = [Slot("input", i) for i in range(len(self.types))]
-            call = Template.of(((self.signature.result.fill(output=slots),), {}))
-            self.nested = call.binder(len(slots))(lambda x: x, ())
+            if (rebuilt := _rebuilt(result, slots)) is None:
+                self.nested = lambda *outputs: result.fill(output=outputs)
+            else:
+                self.nested = Template.of(((rebuilt,), {})).binder(len(slots))(lambda x: x, ())
         return self.nested(*outputs)
+
+
+def _rebuilt(result: Template, places: Sequence[object]) -> object:
+    """A result with these in place of its tensors; None where a class in it looks at what it is made of, as
+    PackedSequence does."""
+    try:
+        return result.fill(output=places)
+    except Exception:  # noqa: BLE001 - its constructor is the user's
+        return None
 
 
 def _kind_of_row(result: Template, outputs: int) -> type[tuple[object, ...]] | None:
     """The class of a tuple of all outputs in order: a plain one, or a named one (of `max`, `topk`); else None."""
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
         return None
-    rebuilt = result.fill(output=range(outputs))
+    rebuilt = _rebuilt(result, range(outputs))
     return type(rebuilt) if isinstance(rebuilt, tuple) and tuple(rebuilt) == tuple(range(outputs)) else None
 
 

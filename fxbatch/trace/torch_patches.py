@@ -47,7 +47,7 @@ from fxbatch.torch_private import (
 from fxbatch.trace import torch_functions
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, Heard, unheard
-from fxbatch.trace.calls import examined_function, with_contents
+from fxbatch.trace.calls import LIKE, examined_function, with_contents
 from fxbatch.trace.modules import traced_call
 from fxbatch.trace.operations import CustomFunction, Functional
 from fxbatch.trace.places import TABLES
@@ -114,7 +114,7 @@ if _fast is not None:
             "write_first": counted(write_first), "set_row": counted(set_row), "filled": filled,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
-            "operands_require": operands_require, "pure_forms": PURE_FORMS,
+            "operands_require": operands_require, "pure_forms": {**PURE_FORMS, **dict.fromkeys(LIKE)},
             "written_function": WrittenTensor.__torch_function__,
             "torch_function": Value.__torch_function__, "handle_torch_function": handle_torch_function,
             "is_grad_enabled": torch.is_grad_enabled,

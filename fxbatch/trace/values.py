@@ -802,8 +802,10 @@ class WrittenTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
-        cls, func: object, types: object, args: object = (), kwargs: object = None
+        cls, func: object, types: object, args: Any = (), kwargs: object = None
     ) -> object:
+        if func is _aten.detach.default:  # `Variable(t)`, of torch before 0.4
+            return value_of(args[0]).detach()
         raise TraceError(
             f"{func} met a tensor that a value was written to inside C++, where it has no content yet: use Python's "
             f"torch functions there{at_line()}"

@@ -160,3 +160,24 @@ def test_what_was_asked_for_may_be_written_to() -> None:
         return h * 2, array, torch.as_tensor(rows.copy())
 
     check_equal(_model(forward, nn.GRU(4, 3), waits=False), _sequences(3, 7, 2, 5, 9))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_state_beside_a_packed_sequence(layer: Callable[..., nn.RNNBase]) -> None:
+    """Results with a PackedSequence, whose class looks at what it is made of; lengths that are given."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = layer(4, 5, batch_first=True)
+
+        @fxbatch.autobatch(out="list", adaptive=False)
+        def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+            state = x.new_zeros(1, 1, 5)
+            packed = pack_padded_sequence(x[None], length, batch_first=True)
+            found, _ = self.rnn(packed, (state, state) if layer is nn.LSTM else state)
+            return pad_packed_sequence(found, batch_first=True)[0].sum(1)
+
+    model, xs = Encoder(), [torch.randn(n, 4) for n in (3, 9, 3, 5, 9, 3, 5, 8, 7)]
+    for _ in range(2):
+        check_equal(model, xs, [torch.tensor([len(x)]) for x in xs])

@@ -17,6 +17,7 @@ from fxbatch.trace.minibatch import record_minibatch
 from fxbatch.trace.state import current_recorder
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.values import WrittenTensor
+from tests.oracle import check_equal
 
 SIZE = 4
 
@@ -652,3 +653,59 @@ def test_what_changes_nothing_gives_the_object_itself(grad: bool) -> None:
         torch.testing.assert_close(found, expected)
         if grad:
             assert_same_gradients(model, found, expected)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t, best: t.scatter_(0, best, 1.0),
+        lambda t, best: t.__setitem__(best, 1.0),
+        lambda t, best: t.__setitem__(0, best.float().sum()),
+    ],
+)
+def test_a_variable_of_a_tensor_that_was_written_to(write: Callable[..., object]) -> None:
+    """`Variable(one_hot)`, as code before torch 0.4 has it."""
+
+    class OneHot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 5)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, one_hot = self.lin(x), torch.zeros(5)
+            write(one_hot, h.argmax().view(1))
+            return (torch.autograd.Variable(one_hot) * h).sum()
+
+    check_equal(OneHot(), [torch.randn(4) for _ in range(5)])
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        lambda t, h: t.type_as(h),
+        lambda t, h: t.to(h),
+        lambda t, h: t.double().to(h),
+        lambda t, h: t.view(25)[:5].view_as(h).repeat(5, 1).to(h),
+        lambda t, h: t[0].reshape_as(h).expand(5, 5).clone().to(h),
+    ],
+)
+def test_a_real_tensor_of_the_type_of_a_value_stays_real(like: Callable[..., torch.Tensor]) -> None:
+    """`torch.zeros(n, n).type_as(h)`, which is written to."""
+
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 5)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.lin(x)
+            mask = like(torch.zeros(5, 5), h)
+            for i in range(5):
+                mask[i, : i + 1] = 1
+            return (mask @ h).sum()
+
+    model = Mask()
+    for _ in range(2):
+        check_equal(model, [torch.randn(4) for _ in range(5)])
