@@ -41,7 +41,7 @@ from fxbatch.trace.arguments import (
 )
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
-from fxbatch.trace.modules import call_method, first_line
+from fxbatch.trace.modules import call_module, first_line
 from fxbatch.trace.one_sequence import PACKED, OneSequence
 from fxbatch.trace.operations import (
     FUNCTION,
@@ -600,7 +600,7 @@ def call_marked(
 ) -> object:
     """A call of an `@operation` function or method while tracing."""
     if args and isinstance(args[0], torch.nn.Module):
-        return call_method(recorder, func, args, kwargs)
+        return call_module(recorder, args[0], args[1:], kwargs, func)
     recorder.sync_modes()
     arguments, examined = Arguments(recorder, args, kwargs), examined_function(recorder, func)
     key, reason = None, examined.reason or why_not_plain(args, kwargs)

@@ -86,21 +86,18 @@ def _passes_through(recorder: RecordedCalls, module: torch.nn.Module, args: tupl
 
 
 def call_module(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls,
+    module: torch.nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    marked: object = None,
 ) -> object:
-    """A module call that the fast path did not settle."""
+    """A module call that the fast path did not settle. marked: a method of it that is called, which is `@operation`."""
     quicken((type(module),))
     recorder.sync_modes()
-    call = ModuleCall(recorder, module, args, kwargs)
-    return call.through() if any(module is r for r in recorder.knowledge.roots) else _recorded(call)
-
-
-def call_method(
-    recorder: RecordedCalls, func: object, args: tuple[Any, ...], kwargs: dict[str, object]
-) -> object:
-    """A call of a method that is marked `@operation`."""
-    recorder.sync_modes()
-    return _recorded(ModuleCall(recorder, args[0], args[1:], kwargs, func))
+    call = ModuleCall(recorder, module, args, kwargs, marked)
+    is_root = any(module is r for r in recorder.knowledge.roots)
+    return call.through() if is_root and marked is None else _recorded(call)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ from fxbatch.trace.calls import call_function, call_marked
 from fxbatch.trace.constants import IntegerColumn, read_payload
 from fxbatch.trace.minibatch import Execution, Recording, Statistics, record_minibatch
 from fxbatch.trace.module_state import KnownModel, fingerprint, known_model
-from fxbatch.trace.modules import call_method, call_module
+from fxbatch.trace.modules import call_module
 from fxbatch.trace.objects import has_attributes, values_in
 from fxbatch.trace.operations import MARKED
 from fxbatch.trace.places import MISSING, put
@@ -182,11 +182,8 @@ def _record_again(
         if model is None:
             raise StaleTraceError(f"{s}: a trace that uses modules needs the model")
         module = _attribute(model, str(s.target))
-        if s.method is None:
-            call_module(scratch, module, args, kwargs)
-        else:
-            method = getattr(type(module), s.method)
-            call_method(scratch, getattr(method, "__wrapped__", method), (module, *args), kwargs)
+        method = None if s.method is None else getattr(type(module), s.method)
+        call_module(scratch, module, args, kwargs, getattr(method, "__wrapped__", method))
         return
     assert isinstance(s.target, FunctionReference)
     func = s.target.resolve()
