@@ -354,7 +354,7 @@ static PyObject *index_keys(PyObject *const *items, Py_ssize_t n)
     return keys;
 }
 
-/* A view of a bare parameter, or of a view of it, that was asked for before by plain numbers (arguments.call_of_bare); NULL
+/* A view of a bare parameter, or of a view of it, that was asked for before by plain numbers (arguments.bare_function); NULL
    for others. */
 static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n)
 {

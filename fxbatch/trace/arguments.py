@@ -332,19 +332,11 @@ _OF_VALUES = Value.__dict__["__torch_function__"].__get__(None, Value)
 
 
 def bare_function(func: object, types: Any, args: Any = (), kwargs: Any = None) -> object:
-    """`__torch_function__` of bare parameters and their views."""
+    """`__torch_function__` of bare parameters and their views: a value where the call is recorded, else the function's
+    own result."""
     if Value in types:
         return _OF_VALUES(func, types, args, kwargs)
-    return call_of_bare(func, args, kwargs or {})
-
-
-for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
-    _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
-
-
-def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
-    """Call a function of bare parameters, or views of them: a value where it is recorded, else its own result."""
-    recorder = state.recorder
+    recorder, kwargs = state.recorder, kwargs or {}
     if (
         func in TOLD
         or recorder is None
@@ -369,6 +361,10 @@ def call_of_bare(func: object, args: tuple[object, ...], kwargs: dict[str, objec
     if recorded:
         return recorder.call(func, args, kwargs)
     return _of_parameters(recorder, key, func, args, kwargs)
+
+
+for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
+    _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
 
 
 def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Value:

@@ -187,7 +187,7 @@ def test_rows_that_were_asked_for_and_factories_of_plain_data_pass_no_python() -
         finally:
             sys.setprofile(None)
     torch.testing.assert_close(y, torch.stack([model(each, rows) for each in x]))
-    assert met[arguments.call_of_bare.__code__] == 2, "a row each"
+    assert met[arguments.bare_function.__code__] == 2, "a row each"
     assert torch_patches._with_real_tensors.__code__ not in met
     with_value = fxbatch.autobatch(adaptive=False)(lambda x: torch.tensor([value(x).sum(), 1.0]))
     torch.testing.assert_close(with_value(x)[:, 0], torch.stack([each.sum() for each in x]))
@@ -223,18 +223,24 @@ class RowsByNumber(Model):
         return h
 
 
-def test_rows_of_a_table_by_other_numbers_are_recorded_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_table_by_other_numbers_are_recorded_in_c() -> None:
     model = decorated(RowsByNumber)
     x = list(torch.randn(6, 4))
     batches = [[[(7 * i + 3 * k + step) % 39 for k in range(5)] for i in range(6)] for step in range(4)]
     for rows in batches[:3]:
         check_equal(model, x, rows)
     calls: list[object] = []
-    plain = arguments.call_of_bare
-    monkeypatch.setattr(arguments, "call_of_bare", lambda func, *a: (calls.append(func), plain(func, *a))[1])
-    torch.testing.assert_close(
-        model(x, batches[3]), torch.stack([_alone(model, *z) for z in zip(x, batches[3])])
-    )
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is arguments.bare_function.__code__:
+            calls.append(frame.f_locals["func"])
+
+    sys.setprofile(note)
+    try:
+        y = model(x, batches[3])
+    finally:
+        sys.setprofile(None)
+    torch.testing.assert_close(y, torch.stack([_alone(model, *z) for z in zip(x, batches[3])]))
     if _fast is not None:
         assert GETITEM not in calls
     check_equal(model, x, [[3, -1, 0, -39], [5], [], [38, -2], [0], [1, 2]])
