@@ -14,7 +14,7 @@ from fxbatch.caches import Cache
 from fxbatch.runtime.argument_objects import classes_of, opened
 from fxbatch.runtime.options import Options
 from fxbatch.torch_private import tree_flatten
-from fxbatch.trace.module_state import Examined
+from fxbatch.trace.module_state import Examined, unchanged
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.things import Roots
 
@@ -46,7 +46,7 @@ class ForwardCode:
         if examined is None:
             roots = Roots(self.root, "forward", fn, self._classes, loose=self.options.plain)
             examined = self._now(Examined(self.root, Reads(roots)))
-        elif not examined.unchanged():
+        elif not unchanged(examined.places):
             examined = self._now(Examined(self.root, examined.reads.again()))
         mixes = examined.coupled and self.options.batch_norm != "minibatch"
         self.reason = examined.reason or (examined.coupled if mixes else "")

@@ -6,7 +6,7 @@ what they held, and what code reads besides (`plain_body`) too.
 
     found = Examined(module)
     found.key                    # equal for equal modes, types of tensors and contents of what is read
-    if not found.unchanged(): found = Examined(module, found.reads.again())
+    if not unchanged(found.places): found = Examined(module, found.reads.again())
     known = known_model(table, model)
     known.fingerprint            # what a trace depends on
 """
@@ -45,10 +45,10 @@ def has_hooks(module: torch.nn.Module) -> bool:
     return has_global_hooks() or any(map(module.__dict__.get, HOOKS))
 
 
-def _as_before(places: list[Item] | None, reads: Reads) -> bool:
-    """Whether modules, and what code reads besides, are as they were when these were made."""
-    seen = places is not None and first_changed(places) is None
-    return seen and not has_global_hooks() and first_changed(reads.items) is None
+@guard("places")
+def unchanged(places: list[Item] | None) -> bool:
+    """Whether modules, and what code reads besides, are as they were; None: what can change isn't all in places."""
+    return places is not None and first_changed(places) is None and not has_global_hooks()
 
 
 class Examined:
@@ -66,7 +66,7 @@ class Examined:
         self.coupled = ""
         self.names: list[str] = []
         self.shared: list[SharedOperand] = []
-        self.places = places_of_modules(list(module.modules()))
+        self.places: list[Item] | None = None  # of all that it is known by; None: it is looked at again
         # By modes, then by what it was called with: an Entry or a reason.
         self.entries: dict[object, dict[object, Any]] = {}
         key: list[object] = []
@@ -80,7 +80,10 @@ class Examined:
         self.attributes = reads.names.union(s.name for s in self.shared)  # that it reads of modules
         self.structure = tuple(key)
         self.key = (self.structure, reads.key)
-        self.lasts = self.places is not None and not self.reason and not self.coupled
+        places = places_of_modules(list(module.modules()))
+        self.lasts = places is not None and not self.reason and not self.coupled
+        if places is not None and self.lasts:
+            self.places = [*places, *reads.items]
         self.reason = self.reason or reads.opaque
 
     def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[object]) -> None:
@@ -98,11 +101,6 @@ class Examined:
                 self.names.append(f"{prefix}.{name}" if prefix else name)
                 self.shared.append(SharedOperand(m, name))
                 key.append((name, t.shape, t.dtype, t.device))
-
-    @guard("places")
-    def unchanged(self) -> bool:
-        """Whether examining the module again would find the same."""
-        return self.lasts and _as_before(self.places, self.reads)
 
 
 class ExaminedFunction:
@@ -179,8 +177,9 @@ class KnownModel:
 
     def __init__(self, forward: Callable[..., object] | None, model: torch.nn.Module | None) -> None:
         self.model = model
-        self.places = None if model is None else places_of_modules(list(model.modules()))
+        places = None if model is None else places_of_modules(list(model.modules()))
         self.reads = Reads(Roots(model, "forward", forward, loose=True))  # what the code of all of it reads
+        self.places = None if places is None else [*places, *self.reads.items]
         self.fingerprint = (*fingerprint(model), *self.reads.lines())
         self.ids: Cache[bytes, np.ndarray] = Cache("traces")
 
@@ -188,6 +187,6 @@ class KnownModel:
 def known_model(table: SignatureTable, model: torch.nn.Module | None) -> KnownModel:
     """The KnownModel of a model: that of last time while it holds, else a new one."""
     state = table.known_model
-    if state is None or state.model is not model or not _as_before(state.places, state.reads):
+    if state is None or state.model is not model or not unchanged(state.places):
         state = table.known_model = KnownModel(table.forward, model)
     return state

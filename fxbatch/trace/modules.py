@@ -24,7 +24,7 @@ from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, structural_twin
 from fxbatch.torch_private import DisableTorchFunctionSubclass, module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing
+from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing, unchanged
 from fxbatch.trace.operations import (
     MARKED,
     PLAIN_MODULE,
@@ -290,7 +290,7 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
         if examined is None:
             reads = Reads.of_module(record.module, record.method)
             examined = record.examined = Examined(record.module, reads)
-        elif not examined.unchanged():
+        elif not unchanged(examined.places):
             changed = first_changed(examined.reads.items)
             record.changed = record.changed if changed is None else changed.path
             examined = record.examined = Examined(record.module, examined.reads.again())

@@ -20,16 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.caches import guard
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
 from fxbatch.signature import Frozen
-from fxbatch.torch_private import any_autocast, has_global_hooks
+from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
-from fxbatch.trace.module_state import ModulesMet, Owners, has_hooks
+from fxbatch.trace.module_state import ModulesMet, Owners, has_hooks, unchanged
 from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.phases import Phases
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
@@ -129,17 +128,6 @@ class Knowledge:
     def read_by_operations(self) -> list[Item]:
         """The places that the code of operations reads."""
         return [item for x in self.examined.values() if not x.reason for item in x.reads.items]
-
-    @guard("places")
-    def is_true(self, roots: tuple[torch.nn.Module, ...]) -> bool:
-        """Whether it still holds, for these roots."""
-        return (
-            len(self.roots) == len(roots)
-            and all(map(operator.is_, self.roots, roots))
-            and self.places is not None
-            and first_changed(self.places) is None
-            and not has_global_hooks()
-        )
 
 
 _NO_MODULES = ModulesMet({}, None, frozenset(), [], (), (), ())
@@ -485,7 +473,10 @@ class RecordedCalls(Columns):
         with table.lock:
             knowledge: Knowledge | None = table.knowledge
             table.knowledge = None
-        return knowledge if knowledge is not None and knowledge.is_true(roots) else None
+        if knowledge is None or len(knowledge.roots) != len(roots):
+            return None
+        same = all(map(operator.is_, knowledge.roots, roots)) and unchanged(knowledge.places)
+        return knowledge if same else None
 
     def _leave_known(self) -> None:
         """After the last instance: leave what this knows in the table, if no module changed meanwhile."""
