@@ -60,7 +60,7 @@ from fxbatch.trace.operations import (
     where_by_bytes,
 )
 from fxbatch.trace.places import first_changed
-from fxbatch.trace.plain_objects import why_not_plain
+from fxbatch.trace.plain_objects import OPERATORS, why_not_plain
 from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
@@ -411,13 +411,11 @@ def _why_values(error: BaseException) -> str:
 # inputs. While a thread is inside a call of `torch.ops`, an instance that asks for a value is answered on the spot:
 # pybind11 keeps a stack a thread, and ends the process when a greenlet leaves it out of order.
 
-_BOUND = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # packets and overloads
-
 
 @contextlib.contextmanager
 def inside_binding(func: object) -> Iterator[None]:
     """Note that this thread is inside a call of func, if that is one of torch.ops."""
-    if not isinstance(func, _BOUND):
+    if not isinstance(func, OPERATORS):
         yield
         return
     state.bindings += 1

@@ -41,7 +41,8 @@ CONSTANTS = (*ATOMS, range, slice, np.generic, np.dtype, torch.finfo, torch.iinf
 
 CODE = (FunctionType, type, ModuleType, property, staticmethod, classmethod, types.BuiltinFunctionType)
 
-_COMPUTING = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, np.ufunc, torch.jit.ScriptFunction)
+OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # torch.ops: packets and overloads
+_COMPUTING = (*OPERATORS, np.ufunc, torch.jit.ScriptFunction)
 _IN_C = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
 )  # fmt: skip
