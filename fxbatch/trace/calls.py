@@ -316,23 +316,14 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
     return (tuple(view.shape), view.stride(), view.storage_offset(), *flipped)
 
 
-def _new_function(key: Any, func: Any, arguments: Arguments, reason: str) -> Any:
-    recorder, table = arguments.recorder, arguments.recorder.table
-    with table.lock, tracing(None):
-        entry = recorder.knowledge.functions.get(key)
-        if entry is None:
-            called = arguments.args[0] if func is on_views else func
-            target = Operation(function_name(called), "function", func, FUNCTION)
-            examined = called.examined if type(called) in (CustomFunction, Functional) else None
-            # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
-            sized = None if examined or reason or func in (on_views, torch.detach) else table.sized
-            entry = None if sized is None else sized.entry(recorder.knowledge.functions, arguments, of=func)
-            if entry is None:
-                entry = function_entry(target, arguments, examined, reason)
-                if sized is not None and type(entry) is Entry and not entry.written:
-                    sized.met(recorder.knowledge.functions, arguments, (key, entry), of=func)
-            recorder.knowledge.functions[key] = entry
-        return entry
+def _new_function(key: object, func: Any, arguments: Arguments, reason: str) -> Any:
+    called = arguments.args[0] if func is on_views else func
+    target = Operation(function_name(called), "function", func, FUNCTION)
+    examined = called.examined if type(called) in (CustomFunction, Functional) else None
+    # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
+    of_family = None if examined or reason or func in (on_views, torch.detach) else arguments
+    make = functools.partial(function_entry, target, arguments, examined, reason)
+    return arguments.recorder.new_entry(key, make, of_family, func)
 
 
 def function_entry(
@@ -537,20 +528,16 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
     ):
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
     types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
-    key = ("dependent", key, types)
-    entry = recorder.knowledge.functions.get(key)
-    with recorder.table.lock:
-        if entry is None:
-            made = Operation(function_name(func), "function", func, FUNCTION)
-            count = itertools.count()
-            slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
-            new = (-1,) * len(types)
-            outcome = BodyRun(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
-            entry = recorder.signed(
-                made, arguments.types(), arguments.shared, template, outcome, reason=reason
-            )
-            recorder.knowledge.functions[key] = entry
-    return recorder.emit(entry, arguments.values)
+
+    def make() -> Entry:
+        made = Operation(function_name(func), "function", func, FUNCTION)
+        count = itertools.count()
+        slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
+        new = (-1,) * len(types)
+        outcome = BodyRun(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
+        return recorder.signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
+
+    return recorder.emit(recorder.new_entry(("dependent", key, types), make), arguments.values)
 
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
@@ -613,7 +600,7 @@ def call_marked(
         return func(*args, **kwargs)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
-        entry = _new_marked(key, examined, arguments)
+        entry = recorder.new_entry(key, functools.partial(_marked_entry, examined, arguments))
     if type(entry) is not Entry or entry.written:
         return func(*args, **kwargs)
     result = recorder.emit(entry, arguments.values)
@@ -627,19 +614,15 @@ def _note_marked(recorder: RecordedCalls, func: object, reason: str) -> None:
     recorder.table.note_traced_through(function_name(func), f"{reason} (marked @operation)", user_line())
 
 
-def _new_marked(key: object, examined: ExaminedFunction, arguments: Arguments) -> object:
-    recorder = arguments.recorder
-    with recorder.table.lock, tracing(None):
-        entry = recorder.knowledge.functions.get(key)
-        if entry is None:
-            made = Operation(function_name(examined.target), "function", examined.target, MARKED)
-            try:
-                entry = function_entry(made, arguments, examined)
-            except (BatchCoupledError, InPlaceError):
-                raise
-            except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there
-                entry = first_line(error)
-            if type(entry) is str:
-                _note_marked(recorder, examined.target, entry)
-            recorder.knowledge.functions[key] = entry
-        return entry
+def _marked_entry(examined: ExaminedFunction, arguments: Arguments) -> object:
+    """As `function_entry`, of an `@operation` function."""
+    made = Operation(function_name(examined.target), "function", examined.target, MARKED)
+    try:
+        entry = function_entry(made, arguments, examined)
+    except (BatchCoupledError, InPlaceError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there
+        entry = first_line(error)
+    if type(entry) is str:
+        _note_marked(arguments.recorder, examined.target, entry)
+    return entry

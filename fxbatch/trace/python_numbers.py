@@ -12,6 +12,7 @@ others run call by call from then on, so that a schedule of them builds nothing 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.state import tracing
 from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies, varies_now
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh, row_later, row_written
@@ -134,14 +134,16 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
         if varies_now(recorder.table, entry):
             recorder.knowledge.call_table.clear()  # calls with the number that it had in them are lifted again
     lifted = recorder.number(number, dtype, t.device)
+    values = (v, lifted) if position == 1 else (lifted, v)
     if entry is None:
-        entry = _new_entry(recorder, key, func, v, lifted, position)
+        make = functools.partial(_lifted_entry, recorder, key, func, func, values, position)
+        entry = recorder.new_entry(key, make, _Pair(recorder, values), func)
     if entry.signature.sizes is None:
         recorder.lifted[entry.sid] = True
     refresh(v)
     if varies(recorder.table, entry):
         recorder.remember(func, args, {}, entry, any_number=True)
-    return recorder.emit(entry, (v, lifted) if position == 1 else (lifted, v))
+    return recorder.emit(entry, values)
 
 
 @dataclass(frozen=True)
@@ -160,24 +162,6 @@ class _Pair:
 
 
 _BOTH = Template.of(((Slot("input", 0), Slot("input", 1)), {}))
-
-
-def _new_entry(
-    recorder: RecordedCalls, key: object, func: object, v: Value, lifted: Value, position: int
-) -> Entry:
-    """A lifted call that was not met before: of its family, where that is for all sizes."""
-    sized = recorder.table.sized
-    pair = _Pair(recorder, (v, lifted) if position == 1 else (lifted, v))
-    with recorder.table.lock:
-        with tracing(None):
-            entry = None if sized is None else sized.entry(recorder.knowledge.functions, pair, of=func)
-        if entry is not None:
-            recorder.knowledge.functions[key] = entry
-            return entry
-        lifted_entry = _new_lifted(recorder, key, func, func, v, lifted, position)
-        if sized is not None:
-            sized.met(recorder.knowledge.functions, pair, (key, lifted_entry), of=func)
-        return lifted_entry
 
 
 def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
@@ -218,42 +202,41 @@ def _lift_rows(recorder: RecordedCalls, v: Value) -> tuple[Entry, int, dict[int,
     key = ("lifted row", v._type, lifted._type)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
-        entry = _new_lifted(recorder, key, take_row, GETITEM, v, lifted, 1)
+        make = functools.partial(_lifted_entry, recorder, key, take_row, GETITEM, (v, lifted), 1)
+        entry = recorder.new_entry(key, make)
     numbers = recorder.index_numbers.setdefault(t.device, {})
     row_call = recorder.row_calls[recorder.knowledge.mode, v._type] = entry, t.shape[0], numbers
     return row_call
 
 
-def _new_lifted(
-    recorder: RecordedCalls, key: Any, func: Any, fixed_func: object, v: Value, lifted: Value, position: int
+def _lifted_entry(
+    recorder: RecordedCalls,
+    key: Any,
+    func: Any,
+    fixed_func: object,
+    values: tuple[Value, Value],
+    position: int,
 ) -> Entry:
-    table = recorder.table
-    with table.lock, tracing(None):
-        entry = recorder.knowledge.functions.get(key)
-        if entry is not None:
-            return entry
-        types = [recorder.type_of(v), recorder.type_of(lifted)]
-        if position == 0:
-            types.reverse()
-        outcome = run_on_fakes(
-            lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad, plain=True
-        )
-        name = function_name(fixed_func)
-        made = Operation(name, "function", func, FUNCTION)
-        entry = recorder.signed(made, types, (), _BOTH, outcome)
-        t, functions, s = types[1 - position], recorder.knowledge.functions, entry.signature
+    """The entry of a lifted call of this key; fixed_func: what is called with a number in its place."""
+    table, functions = recorder.table, recorder.knowledge.functions
+    types = [recorder.type_of(v) for v in values]
+    outcome = run_on_fakes(
+        lambda tensors, _: func(*tensors), types, (), grad=recorder.knowledge.grad, plain=True
+    )
+    name = function_name(fixed_func)
+    entry = recorder.signed(Operation(name, "function", func, FUNCTION), types, (), _BOTH, outcome)
 
-        def fixed(number: object) -> Entry:
-            fixed_key = ("fixed", *key, static_key(number))
-            with table.lock:
-                fixed_entry = functions.get(fixed_key)
-                if fixed_entry is None:
-                    args = (Slot("input", 0), number) if position == 1 else (number, Slot("input", 0))
-                    operation = table.operation(Operation(name, "function", fixed_func, FUNCTION))
-                    alone = replace(s, operation=operation, inputs=(t,), arguments=Template.of((args, {})))
-                    fixed_entry = functions[fixed_key] = table.add(alone, outcome)
-                return fixed_entry
+    def fixed(number: object) -> Entry:
+        fixed_key = ("fixed", *key, static_key(number))
+        with table.lock:
+            fixed_entry = functions.get(fixed_key)
+            if fixed_entry is None:
+                args = (Slot("input", 0), number) if position == 1 else (number, Slot("input", 0))
+                operation = table.operation(Operation(name, "function", fixed_func, FUNCTION))
+                one, whole = (types[1 - position],), Template.of((args, {}))
+                alone = replace(entry.signature, operation=operation, inputs=one, arguments=whole)
+                fixed_entry = functions[fixed_key] = table.add(alone, outcome)
+            return fixed_entry
 
-        table.lifted[entry.sid] = Lifted(position, fixed)
-        recorder.knowledge.functions[key] = entry
-        return entry
+    table.lifted[entry.sid] = Lifted(position, fixed)
+    return entry

@@ -32,8 +32,8 @@ from fxbatch.trace.module_state import ModulesMet, Owners, has_hooks, unchanged
 from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.phases import Phases
 from fxbatch.trace.places import Item, first_changed, versions_now, written_to
-from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state
-from fxbatch.trace.table import Entry, SignatureTable, fix_uniform_numbers, operands_require
+from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state, tracing
+from fxbatch.trace.table import CallArguments, Entry, SignatureTable, fix_uniform_numbers, operands_require
 from fxbatch.trace.user_line import at_line, user_line
 from fxbatch.trace.values import (
     CONSTANT,
@@ -241,6 +241,27 @@ class RecordedCalls(Columns):
             reason, frozen,
         )  # fmt: skip
         return self.table.add(signature, outcome)
+
+    def new_entry(
+        self,
+        key: object,
+        make: Callable[[], Any],
+        arguments: CallArguments | None = None,
+        of: object = None,
+    ) -> Any:
+        """What calls of functions with this key are recorded as, under these modes, and their Entry where they are:
+        `make` says it, once. arguments: of one that may be of a family for all sizes, of this function."""
+        functions, sized = self.knowledge.functions, self.table.sized
+        with self.table.lock, tracing(None):
+            entry = functions.get(key)
+            if entry is None and sized is not None and arguments is not None:
+                entry = sized.entry(functions, arguments, of=of)
+            if entry is None:
+                entry = make()
+                if sized is not None and arguments is not None and type(entry) is Entry and not entry.written:
+                    sized.met(functions, arguments, (key, entry), of=of)
+            functions[key] = entry
+        return entry
 
     def attribute_changes(self, module: torch.nn.Module, name: str, *value: object) -> None:
         """The instance that runs is about to give an attribute of a module this value, or to delete it."""
