@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
 from fxbatch.trace.recorded_calls import RecordedCalls
-from fxbatch.trace.table import Entry, Lifted, static_key, uniform_entry, varies, varies_now
+from fxbatch.trace.table import VARIED, Entry, Lifted, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh, row_later, row_written
 
@@ -125,14 +125,16 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
         return None
     key = ("lifted", func, v._type, recorder.table.number(dtype, t.device).types[0], type(number), position)
     entry = recorder.knowledge.functions.get(key)
-    if entry is not None and recorder.watches_operands:
-        fixed = uniform_entry(recorder.table, entry, number)
-        if fixed is not None:
+    uniform = recorder.table.uniform
+    before = None if entry is None else uniform.get(entry.sid)  # the one number that it had
+    if before is not None and before is not VARIED and recorder.watches_operands:
+        if before == static_key(number):
+            fixed = recorder.table.lifted[entry.sid].fixed(number)
             result = recorder.emit(fixed, (refresh(v),))
             recorder.remember(func, args, {}, fixed)
             return result
-        if varies_now(recorder.table, entry):
-            recorder.knowledge.call_table.clear()  # calls with the number that it had in them are lifted again
+        uniform[entry.sid] = VARIED
+        recorder.knowledge.call_table.clear()  # calls with the number that it had in them are lifted again
     lifted = recorder.number(number, dtype, t.device)
     values = (v, lifted) if position == 1 else (lifted, v)
     if entry is None:
@@ -141,7 +143,7 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
     if entry.signature.sizes is None:
         recorder.lifted[entry.sid] = True
     refresh(v)
-    if varies(recorder.table, entry):
+    if entry.signature.sizes is not None or uniform.get(entry.sid) is VARIED:  # each number is an input
         recorder.remember(func, args, {}, entry, any_number=True)
     return recorder.emit(entry, values)
 

@@ -275,7 +275,7 @@ class SignatureTable:
         # Of these, whose tensors are used as they were made; None where values are asked for.
         self.used: set[object] | None = set()
         self.computed: dict[object, int] = {}  # how often the same was computed of the same parameters
-        self.uniform: dict[int, object] = {}  # lifted signature -> key of its one number, or _VARIED
+        self.uniform: dict[int, object] = {}  # lifted signature -> key of its one number, or VARIED
         self.views: Cache[Hashable, ByIdentity] = Cache("views of parameters", limit)
         self.traced_through: dict[tuple[str, str], TracedThrough] = {}
         self.owners: dict[int, torch.nn.Module] = {}  # modules met outside the roots, by id
@@ -379,7 +379,7 @@ class SignatureTable:
                 self.traced_through.setdefault((name, reason), TracedThrough(name, reason, location))
 
 
-_VARIED = object()
+VARIED = object()
 
 
 def fix_uniform_numbers(
@@ -394,7 +394,7 @@ def fix_uniform_numbers(
 
     lifted_here: the lifted signatures of the phase; numbers: those of lifted values, which are counted from `base`.
     """
-    may_be_fixed = [sid for sid in lifted_here if table.uniform.get(sid) is not _VARIED]
+    may_be_fixed = [sid for sid in lifted_here if table.uniform.get(sid) is not VARIED]
     if not may_be_fixed:
         return sig, inputs
     arity = table.arity()[sig]
@@ -418,31 +418,9 @@ def fix_uniform_numbers(
     return changed, inputs[keep]
 
 
-def uniform_entry(table: SignatureTable, entry: Entry, number: object) -> Entry | None:
-    """The entry of a lifted call with this number in it, where all that the table has seen had this number."""
-    uniform_key = table.uniform.get(entry.sid)
-    if uniform_key is None or uniform_key is _VARIED or uniform_key != static_key(number):
-        return None
-    return table.lifted[entry.sid].fixed(number)
-
-
-def varies_now(table: SignatureTable, entry: Entry) -> bool:
-    """Note that a lifted call has another number than all before it; whether that is new."""
-    uniform_key = table.uniform.get(entry.sid)
-    if uniform_key is None or uniform_key is _VARIED:
-        return False
-    table.uniform[entry.sid] = _VARIED
-    return True
-
-
-def varies(table: SignatureTable, entry: Entry) -> bool:
-    """Whether a lifted call has had several numbers, so that each is an input from now on."""
-    return entry.signature.sizes is not None or table.uniform.get(entry.sid) is _VARIED
-
-
 def _stays_uniform(uniform: dict[int, object], sid: int, number: object, same: bool) -> bool:
-    key = static_key(number) if same else _VARIED
+    key = static_key(number) if same else VARIED
     before = uniform.setdefault(sid, key)
-    if before is not _VARIED and before != key:
-        uniform[sid] = _VARIED
-    return uniform[sid] is not _VARIED
+    if before is not VARIED and before != key:
+        uniform[sid] = VARIED
+    return uniform[sid] is not VARIED
