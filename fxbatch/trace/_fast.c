@@ -71,7 +71,7 @@ static Call with_any_number(Call call, int place)
 static int64_t number_id(PyObject *recorder, PyObject *entry, int place, PyObject *number)
 {
     PyObject *all = SLOT(recorder, at.number_ids), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid));
-    PyObject *ids = sid && all && PyDict_Check(all) ? PyDict_GetItemWithError(all, sid) : NULL;
+    PyObject *ids = sid ? PyDict_GetItemWithError(all, sid) : NULL;
     PyObject *id = ids ? Py_XNewRef(PyDict_GetItemWithError(ids, number)) : NULL;
     if (!id && !PyErr_Occurred()) {
         PyObject *at_place = PyLong_FromLong(place);
@@ -90,7 +90,7 @@ static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments 
 {
     int place = number_place(a, args, n);
     CallTable *table = table_of(recorder);
-    if (place < 0 || !table || !table->used)
+    if (place < 0 || !table->used)
         return NULL;
     Call wanted = with_any_number(call_of(recorder, func, a), place);
     PyObject *entry = call_place(table->calls, table->room, &wanted)->entry, *result = NULL;
@@ -114,13 +114,13 @@ static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments 
 static PyObject *record_once(PyObject *recorder, PyObject *entry)
 {
     PyObject *once = SLOT(recorder, at.once), *sid = PyLong_FromLongLong(WHOLE(entry, at.sid)), *result = NULL;
-    PyObject *number = sid && once && PyDict_Check(once) ? PyDict_GetItemWithError(once, sid) : NULL;
+    PyObject *number = sid ? PyDict_GetItemWithError(once, sid) : NULL;
     const char *gradients = number ? gradients_of(recorder, entry, NULL, 0) : NULL;
     if (gradients)
         result = value_of_number(recorder, PyLong_AsLongLong(number),
                                  PyLong_AsLongLong(PyTuple_GET_ITEM(SLOT(entry, at.types), 0)),
                                  gradients[0] & 2 ? REQUIRES_GRAD : 0);
-    else if (!PyErr_Occurred() && (result = record(recorder, entry, NULL, 0)) && once && PyDict_Check(once)) {
+    else if (!PyErr_Occurred() && (result = record(recorder, entry, NULL, 0))) {
         number = PyLong_FromLongLong(WHOLE(result, at.value));
         if (!number || PyDict_SetItem(once, sid, number) < 0)
             Py_CLEAR(result);
@@ -136,12 +136,12 @@ static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const 
 {
     CallTable *table = table_of(recorder);
     Arguments a;
-    if (!table || !table->used || !has_columns(recorder) || !modes_as_recorded(recorder) ||
+    if (!table->used || !has_columns(recorder) || !modes_as_recorded(recorder) ||
         tokenise_all(&a, recorder, args, n, names, views) <= 0)
         return NULL;
     Call wanted = call_of(recorder, func, &a);
     PyObject *entry = NULL, *result = NULL;
-    if ((table = table_of(recorder)) && table->used) /* new constants may have run anything */
+    if (table->used) /* new constants may have run anything */
         entry = call_place(table->calls, table->room, &wanted)->entry;
     if (entry && holds(entry)) {
         Py_INCREF(entry);
@@ -295,7 +295,7 @@ static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
                           &any_number))
         return NULL;
     CallTable *table = table_of(recorder);
-    if (!table || table->used >= MAX_CALLS || !has_columns(recorder))
+    if (table->used >= MAX_CALLS || !has_columns(recorder))
         Py_RETURN_NONE;
     int known = tokenise_all(&a, recorder, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given), kwargs,
                              !PyObject_TypeCheck(func, Module));
@@ -303,7 +303,7 @@ static PyObject *remember(PyObject *Py_UNUSED(module), PyObject *args)
         return known < 0 ? NULL : Py_NewRef(Py_None);
     int foreign = has_foreign_parameter(recorder, &a);
     int place = any_number ? number_place(&a, &PyTuple_GET_ITEM(given, 0), PyTuple_GET_SIZE(given)) : -1;
-    if (foreign >= 0 && (table = table_of(recorder)) && (place >= 0 || !any_number)) {
+    if (foreign >= 0 && (place >= 0 || !any_number)) {
         Call call = call_of(recorder, func, &a);
         table->foreign |= foreign;
         if ((4 * table->used >= 3 * table->room && table_grow(table) < 0) ||
@@ -358,8 +358,8 @@ static PyObject *index_keys(PyObject *const *items, Py_ssize_t n)
    for others. */
 static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n)
 {
-    PyObject *heard = SLOT(recorder, at.heard), *asked = heard ? SLOT(heard, at.views_asked) : NULL, *view = NULL;
-    if (!asked || !PyDict_CheckExact(asked) || !PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
+    PyObject *asked = SLOT(SLOT(recorder, at.heard), at.views_asked), *view = NULL;
+    if (!PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
         return NULL;
     unsigned long long of = (unsigned long long)(uintptr_t)args[0];
     long long mode = WHOLE(KNOWN(recorder), at.mode);
@@ -437,7 +437,7 @@ static PyObject *handle_torch_function(PyObject *Py_UNUSED(module), PyObject *co
 static int is_by_parts(PyObject *recorder, PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     PyObject *met = SLOT(recorder, at.by_parts);
-    if (!met || !PySet_CheckExact(met) || !PySet_GET_SIZE(met))
+    if (!PySet_GET_SIZE(met))
         return 0;
     PyObject *number = PyLong_FromVoidPtr(module), *key = NULL;
     int found = number ? PySet_Contains(met, number) : -1;
@@ -642,12 +642,12 @@ static PyObject *filled_tensor(PyObject *recorder, Function *f, PyObject *const 
 {
     PyObject *key = mode_is(modes_enabled, Py_False) && modes_as_recorded(recorder) ? factory_key(recorder, f->plain, args, n, names) : NULL;
     PyObject *all = SLOT(recorder, at.filled), *made_by = SLOT(recorder, at.made_by), *result = NULL;
-    PyObject *before = key && all ? PyDict_GetItemWithError(all, key) : NULL;
+    PyObject *before = key ? PyDict_GetItemWithError(all, key) : NULL;
     if (before && before != Py_None)
         result = value_of_number(recorder, PyLong_AsLongLong(PyTuple_GET_ITEM(before, 0)), PyLong_AsLongLong(PyTuple_GET_ITEM(before, 1)), 0);
     else if (before)
         result = PyObject_CallFunctionObjArgs(slow_filled, recorder, key, NULL);
-    else if (!PyErr_Occurred() && (result = PyObject_Vectorcall(f->plain, args, n, names)) && key && made_by && Py_IS_TYPE(result, Tensor)) {
+    else if (!PyErr_Occurred() && (result = PyObject_Vectorcall(f->plain, args, n, names)) && key && Py_IS_TYPE(result, Tensor)) {
         PyObject *id = PyLong_FromVoidPtr(result);
         if (!id || PyDict_SetItem(made_by, id, key) < 0)
             Py_CLEAR(result);

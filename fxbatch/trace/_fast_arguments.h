@@ -124,15 +124,15 @@ static int token_end(Arguments *a, PyObject *x)
    of another type, or complex. Those of which a row is looked up have become values (constant_of). */
 static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
 {
-    PyObject *base = get_base->get(t, get_base->closure);
+    PyObject *base = ask(get_base, t);
     Described view, whole;
     int known = base && base != Py_None ? is_owned(recorder, base) : 0;
     if (known > 0 && (!describe(t, &view) || !describe(base, &whole) || view.dtype.code > 4 ||
                       memcmp(&view.dtype, &whole.dtype, sizeof view.dtype)))
         known = 0;
     if (known > 0 && SLOT(KNOWN(recorder), at.grad) == Py_True) {
-        PyObject *requires = get_requires_grad->get(base, get_requires_grad->closure);
-        PyObject *through = requires == Py_True ? get_grad_fn->get(t, get_grad_fn->closure) : NULL;
+        PyObject *requires = ask(get_requires_grad, base);
+        PyObject *through = requires == Py_True ? ask(get_grad_fn, t) : NULL;
         known = requires == Py_False || (through && through != Py_None); /* of one made under no_grad it is None */
         Py_XDECREF(requires);
         Py_XDECREF(through);
@@ -247,6 +247,5 @@ static Call call_of(PyObject *recorder, PyObject *func, Arguments *a)
 
 static CallTable *table_of(PyObject *recorder)
 {
-    PyObject *table = SLOT(KNOWN(recorder), at.table);
-    return table && Py_IS_TYPE(table, &CallTableType) ? (CallTable *)table : NULL;
+    return (CallTable *)SLOT(KNOWN(recorder), at.table);
 }

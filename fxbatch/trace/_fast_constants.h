@@ -2,8 +2,7 @@
 
 static int has_columns(PyObject *recorder)
 {
-    PyObject *sigs = SLOT(recorder, at.sigs), *inputs = SLOT(recorder, at.inputs);
-    return sigs && inputs && Py_IS_TYPE(sigs, &ColumnType) && Py_IS_TYPE(inputs, &ColumnType);
+    return Py_IS_TYPE(SLOT(recorder, at.sigs), &ColumnType) && Py_IS_TYPE(SLOT(recorder, at.inputs), &ColumnType);
 }
 
 typedef struct {
@@ -182,7 +181,7 @@ static PyObject *kind_of(PyObject *Py_UNUSED(module), PyObject *t)
 /* How often torch has written to a tensor; -1 where nobody counts: those made in inference mode. */
 static int64_t version_of(PyObject *t)
 {
-    PyObject *version = get_version->get(t, get_version->closure);
+    PyObject *version = ask(get_version, t);
     int64_t number = version ? (int64_t)PyLong_AsSsize_t(version) : -1;
     Py_XDECREF(version);
     PyErr_Clear();
@@ -405,11 +404,9 @@ static PyObject *list_at(PyObject *lists, PyObject *key)
     return list;
 }
 
-/* lists[key].append(x), where `lists` is a dictionary; -1 on error. */
+/* lists[key].append(x); -1 on error. */
 static int append_to(PyObject *lists, PyObject *key, PyObject *x)
 {
-    if (!lists || !PyDict_Check(lists))
-        return 0;
     PyObject *list = list_at(lists, key);
     return list ? PyList_Append(list, x) : -1;
 }
@@ -417,10 +414,8 @@ static int append_to(PyObject *lists, PyObject *key, PyObject *x)
 /* A tensor has become a constant: a factory whose tensors often do gives values (writes.note_uses); -1 on error. */
 static int note_use(PyObject *recorder, PyObject *t, PyObject *id)
 {
-    PyObject *made_by = SLOT(recorder, at.made_by), *uses = SLOT(recorder, at.uses);
-    if (!uses || uses == Py_None || !made_by || !PyDict_CheckExact(made_by))
-        return 0;
-    PyObject *call = PyDict_GetItemWithError(made_by, id);
+    PyObject *uses = SLOT(recorder, at.uses);
+    PyObject *call = uses == Py_None ? NULL : PyDict_GetItemWithError(SLOT(recorder, at.made_by), id);
     return call ? append_to(uses, call, t) : PyErr_Occurred() ? -1 : 0;
 }
 
@@ -428,7 +423,7 @@ static int note_use(PyObject *recorder, PyObject *t, PyObject *id)
 static int is_owned(PyObject *recorder, PyObject *t)
 {
     PyObject *owners = SLOT(KNOWN(recorder), at.owners);
-    PyObject *key = owners && PyDict_Check(owners) ? PyLong_FromVoidPtr(t) : NULL;
+    PyObject *key = owners == Py_None ? NULL : PyLong_FromVoidPtr(t);
     int found = key ? PyDict_Contains(owners, key) : PyErr_Occurred() ? -1 : 0;
     Py_XDECREF(key);
     return found;
@@ -437,11 +432,11 @@ static int is_owned(PyObject *recorder, PyObject *t)
 /* The Value of a real tensor met first now that no module has, or NULL without an error: then the slow path decides. */
 static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 {
-    PyObject *owners = SLOT(KNOWN(recorder), at.owners), *v = NULL;
+    PyObject *v = NULL;
     Kind kind;
     Described described;
     int64_t count = -1, number = 0;
-    if (!owners || !PyDict_Check(owners) || !kind_from(t, &kind, &described))
+    if (SLOT(KNOWN(recorder), at.owners) == Py_None || !kind_from(t, &kind, &described))
         return NULL;
     int is_read = integer_in(&described, &number);
     if (!is_read && (count = version_of(t)) < 0)
@@ -451,7 +446,7 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
     PyObject *payload = sid ? list_at(SLOT(recorder, at.payload), sid) : NULL;
     Py_XDECREF(sid);
     if (payload && (v = record(recorder, entry, NULL, 0))) {
-        PyObject *requires = get_requires_grad->get(t, get_requires_grad->closure);
+        PyObject *requires = ask(get_requires_grad, t);
         WHOLE(v, at.flags) = CONSTANT | (requires == Py_True ? REQUIRES_GRAD : 0);
         Py_XDECREF(requires);
         Py_DECREF(v); /* the constants have it */
@@ -467,12 +462,12 @@ static PyObject *new_constant(PyObject *recorder, PyObject *t, PyObject *key)
 /* Whether a tensor met first now may be a view of a shared operand; -1 on error. */
 static int perhaps_shared_view(PyObject *recorder, PyObject *t)
 { /* a view of another tensor is noted: it has to let go of the memory before that is written to */
-    PyObject *base = get_base->get(t, get_base->closure);
+    PyObject *base = ask(get_base, t);
     if (!base)
         return -1;
     int found = base != Py_None;
     PyObject *owners = SLOT(KNOWN(recorder), at.owners);
-    if (found && Py_IS_TYPE(base, Tensor) && owners && PyDict_Check(owners)) {
+    if (found && Py_IS_TYPE(base, Tensor) && owners != Py_None) {
         PyObject *key = PyLong_FromVoidPtr(base);
         found = key ? PyDict_Contains(owners, key) : -1;
         if (!found && append_to(SLOT(recorder, at.views_met), key, t) < 0)
@@ -487,8 +482,7 @@ static int perhaps_shared_view(PyObject *recorder, PyObject *t)
    when it may be a view of one. */
 static PyObject *constant_of(PyObject *recorder, PyObject *t, int views)
 {
-    Constants *constants = (Constants *)SLOT(recorder, at.constants);
-    Constant *met = constants && Py_IS_TYPE(constants, &ConstantsType) ? constants_find(constants, t) : NULL;
+    Constant *met = constants_find((Constants *)SLOT(recorder, at.constants), t);
     if (met || is_owned(recorder, t))
         return met ? met->value : NULL;
     PyObject *v = NULL, *key = PyLong_FromVoidPtr(t);
@@ -550,9 +544,15 @@ static PyObject *versions_of(PyObject *Py_UNUSED(module), PyObject *tensors)
     return found;
 }
 
-static int mode_is(PyObject *ask, PyObject *expected)
+/* What a function in C without arguments gives. */
+static PyObject *answer(PyObject *question)
 {
-    PyObject *now = PyCFunction_GET_FUNCTION(ask)(PyCFunction_GET_SELF(ask), NULL);
+    return PyCFunction_GET_FUNCTION(question)(PyCFunction_GET_SELF(question), NULL);
+}
+
+static int mode_is(PyObject *question, PyObject *expected)
+{
+    PyObject *now = answer(question);
     Py_XDECREF(now);
     return now && now == expected; /* True and False live for ever */
 }
@@ -575,7 +575,7 @@ static int default_dtype_is(PyObject *expected)
         return mode_is(default_dtype, expected);
     int8_t now = dtype_now();
     if (now != number || !known) {
-        if (!(known = PyCFunction_GET_FUNCTION(default_dtype)(PyCFunction_GET_SELF(default_dtype), NULL)))
+        if (!(known = answer(default_dtype)))
             return 0;
         Py_DECREF(known);
         number = now;

@@ -1,12 +1,6 @@
 /* What many tensors have in common that are looked at together: numbers of integers, one in each, as words and
    labels are, and sizes. Part of _fast.c, whose names it uses; trace/constants.py and trace/state.py have the twins. */
 
-/* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
-static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
-{
-    return attribute->get(t, attribute->closure);
-}
-
 /* read_integers(tensors, numbers): what each of a list of tensors holds, int64. False, with the array half written, where
    one does not hold one integer, plain and on the CPU. */
 static PyObject *read_integers(PyObject *Py_UNUSED(module), PyObject *args)

@@ -30,6 +30,12 @@ static _Thread_local PyObject *current; /* this thread's recorder */
 
 #define KNOWN(recorder) SLOT(recorder, at.knowledge) /* it has one from its beginning on */
 
+/* What a plain tensor's attribute is, by the getter itself: the class was looked through once. */
+static PyObject *ask(const PyGetSetDef *attribute, PyObject *t)
+{
+    return attribute->get(t, attribute->closure);
+}
+
 /* Where a slot is. whole: it holds a number of 8 bytes from here on, in place of an object. */
 static int slot(PyObject *type, const char *name, Py_ssize_t *offset, int whole)
 {
@@ -255,10 +261,6 @@ static PyObject *empty_value(void)
 static PyObject *value_of_number(PyObject *recorder, int64_t number, int64_t type, int64_t flags)
 {
     Values *all = (Values *)SLOT(recorder, at.values);
-    if (!all || !Py_IS_TYPE(all, &ValuesType)) {
-        PyErr_SetString(PyExc_TypeError, "a recorder without its list of values");
-        return NULL;
-    }
     if (all->n_young == YOUNG && values_sweep(all) < 0)
         return NULL;
     PyObject *v = empty_value();

@@ -103,13 +103,10 @@ static int write_row(PyObject *recorder, PyObject *v, PyObject *index, PyObject 
 /* What is known of rows of a type: the entry of (mode, type) or of (mode, type, type of a row); borrowed, NULL for others. */
 static PyObject *known_rows(PyObject *recorder, PyObject *v, PyObject *content)
 {
-    PyObject *rows = SLOT(recorder, at.row_calls);
-    if (!rows || !PyDict_Check(rows))
-        return NULL;
     long long mode = WHOLE(KNOWN(recorder), at.mode), type = WHOLE(v, at.type);
     PyObject *key = content ? Py_BuildValue("(LLL)", mode, type, (long long)WHOLE(content, at.type))
                             : Py_BuildValue("(LL)", mode, type);
-    PyObject *known = key ? PyDict_GetItemWithError(rows, key) : NULL;
+    PyObject *known = key ? PyDict_GetItemWithError(SLOT(recorder, at.row_calls), key) : NULL;
     Py_XDECREF(key);
     return known;
 }
@@ -166,7 +163,7 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
 static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
 {
     PyObject *v = value_at(recorder, args[0]), *lifted = SLOT(recorder, at.lifted);
-    if (!v || !lifted || !PyDict_Check(lifted) || !has_columns(recorder) ||
+    if (!v || !has_columns(recorder) ||
         (is_stale(v) && SLOT(v, at.view)) || has_places(v) || !modes_as_recorded(recorder))
         return NULL;
     PyObject *known = known_rows(recorder, v, NULL); /* (entry, how many rows, number of the value of each row's number) */
