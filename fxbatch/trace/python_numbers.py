@@ -126,9 +126,8 @@ def call_lifted(recorder: RecordedCalls, func: Any, args: tuple[Any, ...]) -> ob
     key = ("lifted", func, v._type, recorder.table.number(dtype, t.device).types[0], type(number), position)
     entry = recorder.knowledge.functions.get(key)
     uniform = recorder.table.uniform
-    before = None if entry is None else uniform.get(entry.sid)  # the one number that it had
-    if before is not None and before is not VARIED and recorder.watches_operands:
-        if before == static_key(number):
+    if entry is not None and recorder.watches_operands and uniform.get(entry.sid, VARIED) is not VARIED:
+        if uniform[entry.sid] == static_key(number):  # the one that all have had
             fixed = recorder.table.lifted[entry.sid].fixed(number)
             result = recorder.emit(fixed, (refresh(v),))
             recorder.remember(func, args, {}, fixed)
