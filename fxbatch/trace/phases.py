@@ -42,14 +42,14 @@ class Phases:
         return self._types[:known]
 
     def _add(self, sig: np.ndarray) -> None:
-        flat, width = self.table.output_types()
-        counts = width[sig]
-        starts = width.cumsum() - width
-        columns, typed = int(counts.sum()), self._typed
-        within = np.arange(columns) - (counts.cumsum() - counts).repeat(counts)
-        if typed + columns > len(self._types):
-            grown = np.empty(max(1024, 2 * (typed + columns)), dtype=np.int32)
+        _, columns = self.table.snapshot_and_columns()
+        counts = columns.width[sig]
+        values, typed = int(counts.sum()), self._typed
+        within = np.arange(values) - (counts.cumsum() - counts).repeat(counts)
+        if typed + values > len(self._types):
+            grown = np.empty(max(1024, 2 * (typed + values)), dtype=np.int32)
             grown[:typed] = self._types[:typed]
             self._types = grown
-        self._types[typed : typed + columns] = flat[starts[sig].repeat(counts) + within]
-        self._typed += columns
+        outputs = columns.first_output[sig].repeat(counts) + within
+        self._types[typed : typed + values] = columns.output_types[outputs]
+        self._typed += values

@@ -258,8 +258,6 @@ class SignatureTable:
         self.forward = forward  # the decorated callable, where there is one
         self.signatures: list[Signature] = []
         self.light = 0  # of these, those without graphs of their own
-        self.outputs: list[tuple[int, ...]] = []  # type ids of each signature's outputs
-        self.gradients: list[tuple[bool, ...]] = []  # per signature and output: whether a gradient can pass
         self.types: list[TensorSpec] = []  # in the order of Program.types
         self.sizes: list[torch.Size] = []  # shape of each type
         self.type_ids: dict[TensorSpec, int] = {}
@@ -284,8 +282,6 @@ class SignatureTable:
         self.known_model: Any = None  # of the last minibatch of traces (trace/module_state.py)
         # Several threads record with one table: what belongs together is set at once, and given as it was found.
         self._snapshot: tuple[tuple[Signature, ...], SignatureColumns] = (), signature_columns(())
-        self._arity = np.empty(0, dtype=np.int64)
-        self._output_types = (np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int64))
 
     @property
     def full(self) -> bool:
@@ -303,23 +299,6 @@ class SignatureTable:
             snapshot = self._snapshot = signatures, signature_columns(signatures, snapshot[1])
         return snapshot
 
-    def arity(self) -> np.ndarray:
-        """int64 [signatures]: inputs of each."""
-        arity = self._arity
-        if len(arity) != len(self.signatures):
-            arity = self._arity = np.array([len(s.inputs) for s in self.signatures], dtype=np.int64)
-        return arity
-
-    def output_types(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32: type ids of all signatures' outputs, one signature after another; int64 [signatures]: how many."""
-        output_types = self._output_types
-        if len(output_types[1]) != len(self.outputs):
-            outputs = list(self.outputs)
-            flat = np.array([t for types in outputs for t in types], dtype=np.int32)
-            widths = np.array([len(types) for types in outputs], dtype=np.int64)
-            output_types = self._output_types = flat, widths
-        return output_types
-
     def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
         """Give a new signature its id. The caller holds the lock and has looked its key up."""
         sid = len(self.signatures)
@@ -331,10 +310,8 @@ class SignatureTable:
         types = tuple(self.type_ids[t] for t in signature.outputs)
         self.signatures.append(signature)
         self.light += signature.sizes is not None or signature.operation.kind in CONSTANT_KINDS
-        self.outputs.append(types)
         differentiable = tuple(t.differentiable for t in signature.outputs)
         passes = differentiable if outcome is None else outcome.gradients
-        self.gradients.append(passes)
         entry = Entry(sid, signature, types, outcome)
         if signature.modes.grad and any(passes) and signature.operation.kind not in CONSTANT_KINDS:
             entry.carries = bytes([3 if passed else 1 for passed in passes])
@@ -397,7 +374,7 @@ def fix_uniform_numbers(
     may_be_fixed = [sid for sid in lifted_here if table.uniform.get(sid) is not VARIED]
     if not may_be_fixed:
         return sig, inputs
-    arity = table.arity()[sig]
+    arity = table.snapshot_and_columns()[1].arity[sig]
     first = arity.cumsum() - arity
     keep = np.ones(len(inputs), dtype=bool)
     changed = sig.copy()

@@ -499,7 +499,7 @@ def _number_values(recorder: Recorder) -> None:
     """Which values are which lifted numbers, as live recordings know it."""
     table = recorder.table
     sig = np.asarray(recorder.sigs)
-    width = np.array([len(o) for o in table.outputs], dtype=np.int64)[sig]
+    width = table.snapshot_and_columns()[1].width[sig]
     first = np.cumsum(width) - width + recorder.base
     for sid, payload in recorder.payload.items():
         if table.signatures[sid].operation.kind == "number":
