@@ -395,7 +395,7 @@ def _rows_of(probe: Recorder, given: list[int], first: int) -> list[_Row] | None
         signature = table.signatures[sid]
         inputs = read[place : place + len(signature.inputs)]
         place += len(signature.inputs)
-        width = len(table.outputs[sid])
+        width = len(signature.outputs)
         constant = signature.operation.kind in ("constant", "number")
         if i >= first:
             item = None
