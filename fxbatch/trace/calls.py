@@ -15,10 +15,9 @@ flow it is recorded with output types that are known.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -66,7 +65,7 @@ from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
 from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
-from fxbatch.trace.user_line import at_line, user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
 from fxbatch.trace.writes import (
     PURE_FORMS,
@@ -110,9 +109,14 @@ UNFILLED: dict[object, Callable[..., object]] = {
 
 
 def call_function(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls,
+    func: object,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    comes_as: tuple[object, tuple[object, ...], dict[str, object]] | None = None,
 ) -> object:
-    """Record `func(*args, **kwargs)` and give its result with Values."""
+    """Record `func(*args, **kwargs)` and give its result with Values. comes_as: the call that this one stands for, by
+    which it is found again."""
     recorder.sync_modes()
     func = plain_function(func)
     if type(func) is CustomFunction:
@@ -121,8 +125,9 @@ def call_function(
     asked = func
     if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
-    if _fast is not None and (recorded := _fast.recorded_before(recorder, func, args, kwargs)) is not None:
-        return recorded
+    before = None if _fast is None or comes_as else _fast.recorded_before(recorder, func, args, kwargs)
+    if before is not None:
+        return before
     recorder.long_calls += 1
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])
@@ -172,7 +177,8 @@ def call_function(
             f"can be recorded; call it in a function or module of tensors{at_line()}"
         ) from None
     if arguments.viewed:
-        return _call_on_views(recorder, func, args, kwargs)
+        seen, comes_again = _through_views(recorder, func, args, kwargs)
+        return call_function(recorder, on_views, *seen, (func, args, kwargs) if comes_again else None)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
         if func is torch.autograd.grad:
@@ -215,8 +221,9 @@ def call_function(
     result = recorder.emit(entry, arguments.values)
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
+        comes_as = None
     if not arguments.copied:
-        recorder.remember(asked, args, kwargs, entry)
+        recorder.remember(*(comes_as or (asked, args, kwargs)), entry)
     return result
 
 
@@ -283,13 +290,13 @@ def _floats_keep_changing(recorder: RecordedCalls, key: object) -> bool:
     return len(met) > MANY_NUMBERS
 
 
-def _call_on_views(
+def _through_views(
     recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
-) -> object:
-    """A call with views of shared operands: the operands themselves are its inputs."""
+) -> tuple[tuple[tuple[object, ...], dict[str, object]], bool]:
+    """The arguments of `on_views` for a call with views of shared operands, which are its inputs themselves; and
+    whether C can tell such a call, by where the views lie."""
     leaves, spec = tree_flatten((args, kwargs))
-    comes_again = True  # C can tell it by where the views lie
-    views = []
+    views, comes_again = [], True
     for i, t in enumerate(leaves):
         if not isinstance(t, torch.Tensor) or type(t) is Value:
             continue
@@ -299,15 +306,8 @@ def _call_on_views(
         elif view_of_shared(recorder, t):
             base = leaves[i] = cast(torch.Tensor, t._base)
             views.append((i, *_place_in(base, t)))
-    before, (args, kwargs) = (args, kwargs), tree_unflatten(leaves, spec)
-    seen = (func, tuple(views), *args)
-    result = call_function(recorder, on_views, seen, kwargs)
-    if comes_again:
-        arguments = Arguments(recorder, seen, kwargs)
-        entry = recorder.knowledge.functions.get((on_views, *arguments.key()))
-        if type(entry) is Entry and not entry.written and not entry.aliases and not arguments.copied:
-            recorder.remember(func, *before, entry)
-    return result
+    args, kwargs = tree_unflatten(leaves, spec)
+    return ((func, tuple(views), *args), kwargs), comes_again
 
 
 def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
@@ -403,24 +403,6 @@ def _why_values(error: BaseException) -> str:
 # pybind11 keeps a stack a thread, and ends the process when a greenlet leaves it out of order.
 
 
-@contextlib.contextmanager
-def inside_binding(func: object) -> Iterator[None]:
-    """Note that this thread is inside a call of func, if that is one of torch.ops."""
-    if not isinstance(func, OPERATORS):
-        yield
-        return
-    state.bindings += 1
-    try:
-        yield
-    finally:
-        state.bindings -= 1
-
-
-def must_not_switch() -> bool:
-    """Whether this thread is inside a binding."""
-    return state.bindings > 0
-
-
 _INTEGERS = (*POSITIONS, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _MASKS = (torch.bool, torch.uint8)
 
@@ -428,7 +410,9 @@ _MASKS = (torch.bool, torch.uint8)
 def call_with_values(func: object, arguments: Arguments, key: object, reason: str) -> object:
     """The result of a call with these arguments, which have this key, asking for as few values as will do."""
     recorder, args, kwargs = arguments.recorder, arguments.args, arguments.kwargs
-    with inside_binding(func):
+    is_binding = isinstance(func, OPERATORS)
+    state.bindings += is_binding
+    try:
         plain = _with_plain_integers(recorder, args, kwargs)
         if plain is not None:
             try:
@@ -445,6 +429,8 @@ def call_with_values(func: object, arguments: Arguments, key: object, reason: st
         if func is torch.Tensor.__setitem__:
             return recorder.call(func, (args[0], _indices(recorder, args[1]), args[2]), kwargs)
         return _run_on_values(func, arguments, key, reason)
+    finally:
+        state.bindings -= is_binding
 
 
 def _with_plain_integers(recorder: RecordedCalls, args: object, kwargs: object) -> Any:
@@ -611,7 +597,7 @@ def call_marked(
 
 
 def _note_marked(recorder: RecordedCalls, func: object, reason: str) -> None:
-    recorder.table.note_traced_through(function_name(func), f"{reason} (marked @operation)", user_line())
+    recorder.table.note_traced_through(function_name(func), f"{reason} (marked @operation)")
 
 
 def _marked_entry(examined: ExaminedFunction, arguments: Arguments) -> object:

@@ -36,7 +36,6 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.bare_parameters import unheard
-from fxbatch.trace.calls import must_not_switch
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
 from fxbatch.trace.module_changes import ModuleChanges
@@ -428,7 +427,7 @@ class Turns:
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
         stays = self._why_stay()
-        if self.alone or must_not_switch():
+        if self.alone or state.bindings:
             return self._answer_here(values, plain)
         if stays:
             self.statistics.stayed = self.statistics.stayed or stays

@@ -40,7 +40,7 @@ from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
 from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
-from fxbatch.trace.user_line import at_line, user_line
+from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, link_views
 
 MANY_SHAPES = 8  # a submodule that meets more signatures than this is traced through
@@ -302,8 +302,7 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
 
 def _note(recorder: RecordedCalls, module: torch.nn.Module, method: str | None, reason: str) -> None:
     name = type(module).__name__ + (f".{method}" if method else "")
-    if (name, reason) not in recorder.table.traced_through:
-        recorder.table.note_traced_through(name, reason, user_line())
+    recorder.table.note_traced_through(name, reason)
 
 
 def _rule(module: torch.nn.Module, method: str | None) -> str:

@@ -47,6 +47,7 @@ from fxbatch.signature import OperationKind
 from fxbatch.torch_private import DisableTorchFunctionSubclass
 from fxbatch.trace.constants import holds_integer
 from fxbatch.trace.operations import BodyRun
+from fxbatch.trace.user_line import user_line
 
 _BY_VALUE = (
     type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout,
@@ -349,11 +350,11 @@ class SignatureTable:
                 entry = self.entries[key] = self.add(Signature(operation, (), (type_of(),)))
             return entry
 
-    def note_traced_through(self, name: str, reason: str, location: str) -> None:
-        """Remember, for `explain`, why a module or function is no operation."""
+    def note_traced_through(self, name: str, reason: str) -> None:
+        """Remember, for `explain`, why a module or function is no operation, and the user's line that met it first."""
         with self.lock:
-            if len(self.traced_through) < self.limit:
-                self.traced_through.setdefault((name, reason), TracedThrough(name, reason, location))
+            if (name, reason) not in self.traced_through and len(self.traced_through) < self.limit:
+                self.traced_through[name, reason] = TracedThrough(name, reason, user_line())
 
 
 VARIED = object()

@@ -280,8 +280,8 @@ def test_few_rows_of_a_buffer_are_told_by_their_place_the_second_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, asked = decorated(OfBuffer), []
-    call_on_views = calls._call_on_views
-    monkeypatch.setattr(calls, "_call_on_views", lambda *args: (asked.append(args), call_on_views(*args))[1])
+    through_views = calls._through_views
+    monkeypatch.setattr(calls, "_through_views", lambda *args: (asked.append(args), through_views(*args))[1])
     for rows, new in [(3, 6), (3, 0), (MANY_ROWS, 2), (MANY_ROWS, 0)]:
         asked.clear()
         given = list(torch.randn(8, 4)), [[i % rows, (i + 1) % rows] for i in range(8)]
