@@ -949,6 +949,7 @@ static struct {
 } const interned[] = {
     {"_parameters", &s_tables[0]}, {"_buffers", &s_tables[1]}, {"_modules", &s_tables[2]},
     {"__getattr__", &s_getattr}, {"__getattribute__", &s_getattribute}, {"__call__", &s_call},
+    {"_fields", &s_fields}, {"_fxbatch_written", &s_written}, {"_fxbatch_view", &s_view},
 };
 
 PyMODINIT_FUNC PyInit__fast(void)

@@ -92,11 +92,8 @@ static int is_parameter(PyTypeObject *type)
 /* What a tensor that was written to stands for (values.py), borrowed; NULL for others. */
 static PyObject *value_behind(PyObject *recorder, PyObject *x)
 {
-    static PyObject *name;
-    if (!name && !(name = PyUnicode_InternFromString("_fxbatch_written")))
-        return NULL;
     PyObject **dict = Py_IS_TYPE(x, WrittenTensor) ? _PyObject_GetDictPtr(x) : NULL;
-    PyObject *written = dict && *dict ? PyDict_GetItemWithError(*dict, name) : NULL;
+    PyObject *written = dict && *dict ? PyDict_GetItemWithError(*dict, s_written) : NULL;
     PyObject *v = written && Py_IS_TYPE(written, Written) ? SLOT(written, at.stands_for) : NULL;
     return v && Py_IS_TYPE(v, Value) && SLOT(v, at.recorder) == recorder ? v : NULL;
 }
@@ -153,10 +150,7 @@ static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
 /* Whether a type is that of a named tuple. */
 static int is_named_tuple(PyTypeObject *type)
 {
-    static PyObject *fields;
-    if (type->tp_base != &PyTuple_Type || (!fields && !(fields = PyUnicode_InternFromString("_fields"))))
-        return 0;
-    return _PyType_Lookup(type, fields) != NULL;
+    return type->tp_base == &PyTuple_Type && _PyType_Lookup(type, s_fields) != NULL;
 }
 
 /* Append what one argument is; 0 for arguments that need a closer look, -1 on error. */
@@ -198,7 +192,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         return known;
     }
     if (type == BareView) { /* compared by what of which parameter it shows, or a row that is looked up */
-        PyObject *shown = PyObject_GetAttrString(x, "_fxbatch_view");
+        PyObject *shown = PyObject_GetAttr(x, s_view);
         int known = !shown                       ? 0
                     : Py_IS_TYPE(shown, Value) ? tokenise(a, recorder, shown, depth)
                     : a->views                 ? token(a, shown, 0)

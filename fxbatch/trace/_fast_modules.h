@@ -13,7 +13,6 @@ static int quick_types, quick_on;
 static getattrofunc plain_getattro;
 static ternaryfunc plain_call;
 static PyObject *plain_getattr, *plain_getattribute;
-static PyObject *s_getattr, *s_getattribute, *s_call, *s_tables[3];
 
 /* What a module's dictionary or tables have of this name, borrowed; NULL where they have none, maybe with an error. */
 static PyObject *look_up(PyObject *dict, PyObject *name)

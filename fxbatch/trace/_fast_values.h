@@ -21,6 +21,7 @@ static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);
 static uint64_t autocast_keys;
 static PyObject *slow_torch_function, *slow_bare, *slow_handle, *slow_question, *slow_written;
+static PyObject *s_getattr, *s_getattribute, *s_call, *s_tables[3], *s_fields, *s_written, *s_view; /* names */
 static PyObject *pure_forms; /* of functions that write to their first argument: what gives the new content; None of calls.LIKE */
 static _Thread_local PyObject *current; /* this thread's recorder */
 
