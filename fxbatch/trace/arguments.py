@@ -31,12 +31,20 @@ from fxbatch.torch_private import (
     tree_unflatten,
 )
 from fxbatch.trace.bare_parameters import BARE, VIEW_KEY, BareParameter, BareView
-from fxbatch.trace.operations import BodyRun, is_torchs_own, named_functions, row_at, run_on_fakes, take_at
+from fxbatch.trace.operations import (
+    IN_C,
+    BodyRun,
+    is_torchs_own,
+    named_functions,
+    row_at,
+    run_on_fakes,
+    take_at,
+)
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import CONSTANT, GETITEM, POSITIONS, Value, WrittenTensor, refresh, value_of
+from fxbatch.trace.values import CONSTANT, GETITEM, Value, WrittenTensor, is_position, refresh, value_of
 
 # Rows of parameters that are chosen in Python (`self.embed.weight[word]`, `transitions[a, b]`) become look-ups with
 # the row's number as an input, so that calls with other rows share their launches. A parameter whose rows are few (one
@@ -312,7 +320,6 @@ class Arguments:
 
 _NESTS = frozenset((tuple, list, dict))
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype))
-_TORCHS_OWN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # What says something of a tensor, and computes nothing.
 TELLING = named_functions(
     "dim ndimension size stride storage_offset numel nelement element_size is_contiguous is_conj is_neg is_complex "
@@ -460,7 +467,7 @@ def _by_numbers(recorder: Any, index: object) -> object:
     if type(index) is int or not (recorder.watches_operands and recorder.can_read()):
         return index
     parts = index if type(index) is tuple else (index,)
-    numbers = tuple([int(x) if _is_position(x) else x for x in parts])
+    numbers = tuple([int(x) if is_position(x) else x for x in parts])
     return (
         index if any(type(x) is not int for x in numbers) else numbers if type(index) is tuple else numbers[0]
     )
@@ -479,10 +486,6 @@ def taker_of(x: object, index: object) -> Callable[..., torch.Tensor] | None:
     return take_at if type(index) is Value and x.dim() else None
 
 
-def _is_position(x: object) -> bool:
-    return type(x) is torch.Tensor and not x.dim() and x.dtype in POSITIONS
-
-
 def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether a function computes something of what is an instance's own: its tensors, and rows that it chose."""
     nested = kwargs or any(type(x) in _NESTS for x in args)
@@ -493,7 +496,7 @@ def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwarg
 
 def _is_torchs_own(func: object) -> bool:
     """Whether it is a function of torch that computes something, and writes to nothing."""
-    torchs_own = isinstance(func, _TORCHS_OWN) or (
+    torchs_own = isinstance(func, IN_C) or (
         isinstance(func, types.FunctionType) and func.__module__.startswith("torch.")
     )
     told = func in TELLING or getattr(func, "__name__", "") == "__get__"

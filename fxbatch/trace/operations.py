@@ -441,14 +441,14 @@ def run_on_fakes(
 def is_torchs_own(func: object) -> bool:
     """Whether a function is torch's, or one that stands for some of them here; not one that asks for memory."""
     ours = isinstance(func, FunctionType) and func.__module__.startswith(("torch.", "fxbatch."))
-    return (ours or isinstance(func, _IN_C)) and func not in _OTHER_ON_META
+    return (ours or isinstance(func, IN_C)) and func not in _OTHER_ON_META
 
 
 # What says something else of tensors without memory.
 _OTHER_ON_META = (
     _OF_MEMORY | named_functions("native_batch_norm _native_batch_norm_legit ctc_loss") | {F.ctc_loss}
 )
-_IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+IN_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 
 
 def _run_without_memory(

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fxbatch.trace.operations import IN_C
 from fxbatch.trace.state import plain_function
 from fxbatch.trace.table import ATOMS
 
@@ -43,9 +44,6 @@ CODE = (FunctionType, type, ModuleType, property, staticmethod, classmethod, typ
 
 OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))  # torch.ops: packets and overloads
 _COMPUTING = (*OPERATORS, np.ufunc, torch.jit.ScriptFunction)
-_IN_C = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
-)  # fmt: skip
 
 BUILTINS = frozenset({
     abs, all, any, bool, bytes, complex, dict, divmod, enumerate, filter, float, frozenset, int, isinstance, iter, len,
@@ -153,7 +151,7 @@ def is_torchs_or_pythons(x: object) -> bool:
     """Whether something that can be called, or holds functions, is written in C or belongs to torch."""
     if isinstance(x, _COMPUTING) or is_in(x, _FUNCTIONS):
         return True
-    if isinstance(x, _IN_C):
+    if isinstance(x, (*IN_C, types.MethodWrapperType)):
         owner = getattr(x, "__self__", None)
         return owner is None or isinstance(owner, (ModuleType, type))
     return callable(x) and is_library(type(x).__module__) and type(x).__module__.startswith("torch")

@@ -26,13 +26,13 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
 from fxbatch.errors import InPlaceError, TraceError
-from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fxbatch.torch_private import tree_leaves, tree_map
 from fxbatch.trace.state import _fast, plain_tensors
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
@@ -57,6 +57,11 @@ def _binary(name: str) -> tuple[Any, Callable[[Any, object], object]]:
 
 
 POSITIONS = (torch.int64, torch.int32, torch.int16, torch.int8)  # of an index; uint8 is a mask
+
+
+def is_position(index: object) -> TypeGuard[torch.Tensor]:
+    """Whether an index is a tensor of an instance's own that says one position."""
+    return type(index) is torch.Tensor and not index.dim() and index.dtype in POSITIONS
 
 
 # What is known of a Value from its beginning on, in `Value._flags`.
@@ -358,7 +363,7 @@ class Value(torch.Tensor):
             if len(index) == 2 and type(index[1]) is int:
                 return row[index[1]]
             return row[index[1:]] if len(index) > 1 else row
-        if type(index) is torch.Tensor and not index.dim() and index.dtype in POSITIONS and self.dim():
+        if is_position(index) and self.dim():
             recorder = self._recorder
             if recorder.watches_operands and recorder.can_read():  # a kept trace reads it when it runs
                 return self[int(index)]
@@ -845,13 +850,10 @@ def with_values(
     """The arguments with values in place of WrittenTensors."""
     if not kwargs and is_flat(args):
         return tuple([value_of(x) if type(x) is WrittenTensor else x for x in args]), kwargs
-    leaves, spec = tree_flatten((args, kwargs))
-    arguments: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(
-        [value_of(x) if type(x) is WrittenTensor else x for x in leaves], spec
-    )
+    arguments: tuple[tuple[object, ...], dict[str, object]] = result_with_values((args, kwargs))
     return arguments
 
 
-def result_with_values(result: object) -> object:
+def result_with_values(result: object) -> Any:
     """An instance's result with values in place of WrittenTensors."""
     return tree_map(lambda x: value_of(x) if type(x) is WrittenTensor else x, result)
