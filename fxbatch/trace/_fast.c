@@ -923,7 +923,6 @@ static PyMethodDef functions[] = {
     {"quicken_modules", quicken_modules, METH_O, "Whether classes may be quickened; none is any more if not."},
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
     {"facts", facts, METH_O, "int64 [values, 3]: number, type and flags of each of a list."},
-    {"versions_of", versions_of, METH_O, "How often torch has written to each of a list of tensors."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
     {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
     {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},

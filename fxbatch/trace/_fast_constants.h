@@ -528,22 +528,6 @@ static PyObject *written_to(PyObject *Py_UNUSED(module), PyObject *rows)
     Py_RETURN_NONE;
 }
 
-/* versions_of(tensors): int64 of each, as bytes; None where one has none. */
-static PyObject *versions_of(PyObject *Py_UNUSED(module), PyObject *tensors)
-{
-    Py_ssize_t n = PyList_CheckExact(tensors) ? PyList_GET_SIZE(tensors) : 0;
-    PyObject *found = PyBytes_FromStringAndSize(NULL, n * 8);
-    for (Py_ssize_t i = 0; found && i < n; i++) {
-        int64_t version = version_of(PyList_GET_ITEM(tensors, i));
-        memcpy(PyBytes_AS_STRING(found) + 8 * i, &version, 8);
-        if (version < 0) {
-            Py_DECREF(found);
-            Py_RETURN_NONE;
-        }
-    }
-    return found;
-}
-
 /* What a function in C without arguments gives. */
 static PyObject *answer(PyObject *question)
 {

@@ -47,9 +47,6 @@ def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray
 
 def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:
     """How often torch has written to each; None where nobody counts for one, which was made in inference mode."""
-    if _fast is not None:
-        versions: bytes | None = _fast.versions_of(tensors)
-        return versions
     try:
         return [t._version for t in tensors]
     except RuntimeError:
