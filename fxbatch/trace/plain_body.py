@@ -318,12 +318,7 @@ class Walk:
             owner, member = found_in(cls, name)
             users = owner is not None and not is_library(owner.__module__)
             if users and not isinstance(member, MemberDescriptorType):
-                self._item(IN_TYPE, cls, name, member, f"{cls.__name__}.{name}")
-                if isinstance(member, property):
-                    return self._call(self._value(member.fget, name), (DATA,), {})
-                if isinstance(member, FunctionType):
-                    return self._bound(member, DATA, name)
-                return self._value(member, name)
+                return self._member(cls, name, member, DATA, name)
         refused = name in FAKE_ATTRIBUTES and name not in OF_TENSORS and (
             name in REFUSED_METHODS or not callable(getattr(torch.Tensor, name, None))
         )  # fmt: skip
