@@ -268,11 +268,6 @@ class RecordedCalls(Columns):
         if id(module) in self.knowledge.modules.seen:  # others are the instance's own
             self.changes.note(module, name, *value)
 
-    def module_changes(self, module: torch.nn.Module, method: str) -> None:
-        """The instance that runs is about to call a method that changes hooks, or all tensors, of a module."""
-        if id(module) in self.knowledge.modules.seen:
-            self.changes.note_lasting(module, method)
-
     def take_back_changes(self, error: TraceError) -> None:
         """The recording has failed: modules become what they were, and the error says whether they are."""
         error.again = self.changes.undo() and written_to(self.operands) is None
@@ -444,12 +439,6 @@ class RecordedCalls(Columns):
         """Whether a value can be asked for now, here."""
         return self.ask is not None and (state.recorder is self or bool(self.over))
 
-    def materialised(self, values: Sequence[Value], what: str) -> list[torch.Tensor]:
-        """Real tensors with gradients, where the recording can give them (`lazy`)."""
-        if self.give is None:
-            raise TraceError(f"{what} inside a per-instance forward: call it on the results{at_line()}")
-        return self.give(list(values))
-
     def requires_grad(self, v: Value) -> bool:
         """Whether an eager tensor would require a gradient here."""
         real = self.tensor(v)
@@ -552,27 +541,23 @@ class RecordedCalls(Columns):
 
     def constant_of_own(self, t: torch.Tensor) -> Value:
         """The value of a real tensor that is met now."""
-        entry = self.knowledge.constant_entries.get((t.shape, t.dtype, t.device))
-        if entry is None or t.layout is not _STRIDED:
-            entry = self._constant_entry(t)
+        if t.layout is not _STRIDED:
+            raise TraceError(
+                f"a recorded tensor was used with one of {t.layout}: only strided ones can be{at_line()}"
+            )
+        entries, key = self.knowledge.constant_entries, (t.shape, t.dtype, t.device)
+        entry = entries.get(key)
+        if entry is None:
+            entry = entries[key] = self.table.constant(TensorSpec.of(t))
         kind = _fast.kind_of(t) if _fast is not None and t.dim() <= 5 else None
         if kind is not None:  # C finds the next one
-            self.knowledge.constant_entries[kind] = entry
+            entries[kind] = entry
         v: Value = self.emit(entry, ())
         v._flags = CONSTANT | REQUIRES_GRAD if t.requires_grad else CONSTANT
         payload = self.payload.setdefault(entry.sid, [])
         payload.append(t)
         self.constants.put(t, v, len(payload) - 1)
         return v
-
-    def _constant_entry(self, t: torch.Tensor) -> Entry:
-        if t.layout is not torch.strided:
-            raise TraceError(
-                f"a recorded tensor was used with one of {t.layout}: only strided ones can be{at_line()}"
-            )
-        entry = self.table.constant(TensorSpec.of(t))
-        self.knowledge.constant_entries[(t.shape, t.dtype, t.device)] = entry
-        return entry
 
     def number(self, number: float, dtype: torch.dtype, device: torch.device) -> Value:
         """The value of a lifted Python number; equal numbers of a minibatch are one value."""

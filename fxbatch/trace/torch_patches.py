@@ -433,7 +433,8 @@ def _changes_module(
     recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: object, **kwargs: object
 ) -> object:
     """A method that changes what a module is in other ways."""
-    recorder.module_changes(self, plain.__name__)
+    if id(self) in recorder.knowledge.modules.seen:  # others are the instance's own
+        recorder.changes.note_lasting(self, plain.__name__)
     result = plain(self, *args, **kwargs)
     recorder.forget_modules(self)
     return result

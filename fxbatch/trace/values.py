@@ -407,8 +407,10 @@ class Value(torch.Tensor):
     # Gradients
 
     def backward(self, *args: object, **kwargs: object) -> None:
-        (real,) = self._recorder.materialised([self], "backward()")
-        real.backward(*args, **kwargs)
+        give = self._recorder.give  # real tensors with gradients, where there are such (`lazy`)
+        if give is None:
+            raise TraceError(f"backward() inside a per-instance forward: call it on the results{at_line()}")
+        give([self])[0].backward(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         if requires_grad and not self.requires_grad:

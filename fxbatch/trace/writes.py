@@ -220,16 +220,12 @@ def written_call(arguments: Arguments, entry: Entry) -> object:
     copies, rest = outputs[: len(targets)], outputs[len(targets) :]
     for target, new in zip(targets, copies, strict=True):
         rebind(recorder, target, new, name)
-    return _result(entry, arguments, rest)
-
-
-def _result(entry: Entry, arguments: Arguments, rest: list[Value]) -> object:
-    """The result of the eager call: written tensors are the user's own objects."""
-    write = entry.write
+    write, left = entry.write, iter(rest)
     assert write is not None
-    left = iter(rest)
-    outputs = [arguments.leaves[i] if i >= 0 else next(left) for i in write.same]
-    return write.result.fill(output=outputs)
+    own = [
+        arguments.leaves[i] if i >= 0 else next(left) for i in write.same
+    ]  # the user's objects are given back
+    return write.result.fill(output=own)
 
 
 def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
