@@ -139,7 +139,6 @@ class RecordedCalls(Columns):
     # As each recording begins.
     ask: Callable[..., list[object]] | None = None  # gives real tensors or numbers, may suspend
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
-    recalls = False  # whether it began with, and leaves, what is known of modules
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
@@ -160,6 +159,7 @@ class RecordedCalls(Columns):
         """recalls: begin with what the last recorder of this table knew of the modules, and leave it to the next."""
         self.table = table
         self.instances = instances
+        self.recalls = recalls
         self.base = self.count = next(_ranges) * _RANGE
         self.graded = False
         self.values = new_values()
@@ -479,10 +479,9 @@ class RecordedCalls(Columns):
     def _recalled(self, roots: tuple[torch.nn.Module, ...]) -> Knowledge | None:
         """What the last recorder of this table knew, if every module of its trees is as it was. It is taken out of the
         table while in use: another thread begins anew."""
-        table, self.recalls = self.table, True
-        with table.lock:
-            knowledge: Knowledge | None = table.knowledge
-            table.knowledge = None
+        with self.table.lock:
+            knowledge: Knowledge | None = self.table.knowledge
+            self.table.knowledge = None
         if knowledge is None or len(knowledge.roots) != len(roots):
             return None
         same = all(map(operator.is_, knowledge.roots, roots)) and unchanged(knowledge.places)

@@ -41,22 +41,14 @@ except ImportError:  # installed without a C compiler
     _fast = None
 
 
-def _itself(x: object) -> object:
-    return x
-
-
-def _ignore(_: object) -> None:
-    """There is no C extension to be told."""
-
-
 # An empty int64 column with append and the buffer protocol.
 new_column: Callable[[], object] = functools.partial(array, "q") if _fast is None else _fast.Column
 # An empty table of calls that were met before, see _fast_columns.h; without C it stays empty.
 new_call_table: Callable[[], Any] = dict if _fast is None else _fast.CallTable
-set_current: Callable[[object], None] = _ignore if _fast is None else _fast.set_current
+set_current: Callable[[object], None] = (lambda _: None) if _fast is None else _fast.set_current
 # Torch's own function, where something stands for it while a thread records (torch_functions.py).
-plain_function: Callable[[object], object] = _itself if _fast is None else _fast.plain_function
-quicken: Callable[[tuple[type, ...]], None] = _ignore if _fast is None else _fast.quicken
+plain_function: Callable[[object], object] = (lambda x: x) if _fast is None else _fast.plain_function
+quicken: Callable[[tuple[type, ...]], None] = (lambda _: None) if _fast is None else _fast.quicken
 # What recording calls that were met before took in this thread, counted in C from the first asking on.
 seconds_of_recording: Callable[[], float] = float if _fast is None else _fast.seconds_of_recording
 

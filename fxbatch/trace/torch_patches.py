@@ -315,8 +315,6 @@ def _uncompiled(ask: Callable[..., object], answer: object) -> Callable[..., obj
 
 # A class method, in Python until torch 2.13 and in C from 2.14 on: both bind by `__get__`.
 _apply = torch.autograd.Function.__dict__["apply"]
-
-
 _RECORDED = (Value, WrittenTensor)
 
 
@@ -373,12 +371,7 @@ def _enters_mode(_: RecordedCalls, plain: Any, mode: object) -> object:
     return plain(mode)
 
 
-_FACTORIES = (
-    "tensor", "full", "zeros", "ones", "empty", "rand", "randn", "arange", "linspace", "eye",
-)  # fmt: skip
-
-
-@stands_for(torch, *_FACTORIES)
+@stands_for(torch, *_FILLING, "rand", "randn", "arange", "linspace", "eye")
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
     if recorder.written:
@@ -394,13 +387,6 @@ def _as_tensor(recorder: RecordedCalls, plain: object, data: Any, *args: Any, **
     return _with_real_tensors(recorder, plain, data, *args, **kwargs)
 
 
-_REGISTERING = ("register_buffer", "register_parameter", "add_module")
-_CHANGING = (
-    "_apply", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-)  # fmt: skip
-
-
 @stands_for(torch.nn.Parameter, "__new__")
 @stands_for(torch.nn.Module, "__init__", "__setstate__")
 def _begins(recorder: RecordedCalls, plain: Any, first: object, *args: object, **kwargs: object) -> object:
@@ -410,7 +396,7 @@ def _begins(recorder: RecordedCalls, plain: Any, first: object, *args: object, *
     return begun
 
 
-@stands_for(torch.nn.Module, *_REGISTERING)
+@stands_for(torch.nn.Module, "register_buffer", "register_parameter", "add_module")
 def _registers(
     recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, *args: object, **kwargs: object
 ) -> Any:
@@ -428,7 +414,10 @@ def _becomes_part(recorder: RecordedCalls, owner: torch.nn.Module, part: object)
         recorder.forget_modules()
 
 
-@stands_for(torch.nn.Module, *_CHANGING)
+@stands_for(
+    torch.nn.Module, "_apply", "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)  # fmt: skip
 def _changes_module(
     recorder: RecordedCalls, plain: Any, self: torch.nn.Module, *args: object, **kwargs: object
 ) -> object:
