@@ -870,14 +870,11 @@ static PyObject *setup(PyObject *Py_UNUSED(module), PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* usual_modes(recorder, grad): whether this thread records with it, with gradients so, and without autocast. None where
-   torch's library was not understood. */
+/* usual_modes(recorder, grad): whether this thread records with it (None: it does not), with gradients so, and without
+   autocast. */
 static PyObject *usual_modes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n)
 {
-    if (n != 2 || !grad_now || !keys_excluded)
-        Py_RETURN_NONE;
-    return PyBool_FromLong(current == args[0] && (grad_now() ? Py_True : Py_False) == args[1] &&
-                           keys_excluded(autocast_keys));
+    return PyBool_FromLong(n == 2 && (current ? current : Py_None) == args[0] && grad_and_autocast_are(args[1], Py_False));
 }
 
 #if defined(__GNUC__) && defined(__x86_64__)

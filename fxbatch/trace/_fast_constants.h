@@ -541,10 +541,9 @@ static int mode_is(PyObject *question, PyObject *expected)
     return now && now == expected; /* True and False live for ever */
 }
 
-/* Whether gradients and autocast are as they were recorded. Autocast is False or, where it is on, None. */
-static int grad_and_autocast_as_recorded(PyObject *recorder)
+/* Whether gradients and autocast are so. Autocast is False or, where it is on, None. */
+static int grad_and_autocast_are(PyObject *grad, PyObject *autocast)
 {
-    PyObject *grad = SLOT(KNOWN(recorder), at.grad), *autocast = SLOT(KNOWN(recorder), at.autocast);
     if (!(grad_now ? (grad_now() ? Py_True : Py_False) == grad : mode_is(grad_enabled, grad)))
         return 0;
     return keys_excluded ? autocast == Py_False && keys_excluded(autocast_keys) : mode_is(autocast_enabled, autocast);
@@ -569,7 +568,8 @@ static int default_dtype_is(PyObject *expected)
 
 static int modes_are_same(PyObject *recorder)
 {
-    return grad_and_autocast_as_recorded(recorder) && default_dtype_is(SLOT(KNOWN(recorder), at.floats));
+    PyObject *known = KNOWN(recorder);
+    return grad_and_autocast_are(SLOT(known, at.grad), SLOT(known, at.autocast)) && default_dtype_is(SLOT(known, at.floats));
 }
 
 /* Whether torch's modes are those that calls are recorded with, after a look at them where they were not; under autocast

@@ -160,14 +160,11 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
-        asked = _fast is not None and self.recorder is not None
-        usual = _fast.usual_modes(self.recorder, self.grad) if asked else None
-        if usual is None:
-            usual = (
-                torch.is_grad_enabled() is self.grad
-                and not any_autocast()
-                and state.recorder is self.recorder
-            )
+        if _fast is not None:
+            usual = _fast.usual_modes(self.recorder, self.grad)
+        else:
+            recorder = state.recorder
+            usual = recorder is self.recorder and torch.is_grad_enabled() is self.grad and not any_autocast()
         return (
             usual
             and torch.is_inference_mode_enabled() is self.inference
