@@ -7,7 +7,7 @@ A wrong batching rule anywhere below makes this raise NotBatchable, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from fxbatch.codegen.body import (
 )
 from fxbatch.codegen.operation_graphs import NotBatchable, OperationGraphs, Ref, run_graph
 from fxbatch.ir import Signature, TensorSpec
-from fxbatch.judge import Differences, Draw, dense, differences, draws, on_common_rows
+from fxbatch.judge import dense, differences, draws, on_common_rows
 from fxbatch.torch_private import QuietDispatchMode
 
 aten = torch.ops.aten
@@ -271,7 +271,7 @@ class _Check:
                 if x is None and y is not None and not y.any():
                     raise ZeroGradient(what, i)
         drawn = draws(lambda tensors: self.eager_of(tensors, n).all, [*inputs, *grads, *self.eager.shared])
-        for i in _compare(ours.all, reference.all, drawn, self.graphs.signature):
+        for i in differences(*_of_one_layout(ours.all, reference.all), drawn):
             if reference.all[i] is None and names[i].startswith("the gradient of input"):
                 continue  # nobody reads it
             raise NotBatchable(f"{names[i]} differs from eager")
@@ -437,7 +437,7 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
 
     drawn = draws(eager, [*inputs, *numbers, *shared])
     ours, theirs = _or_zeros(by_autograd, operands), _or_zeros(reference.gradients, operands)
-    for i in _compare(ours, theirs, drawn):
+    for i in differences(*_of_one_layout(ours, theirs), drawn):
         raise NotBatchable(f"the gradient of operand {i} by autograd differs from eager")
 
 
@@ -445,21 +445,12 @@ def _or_zeros(gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Ten
     return [torch.zeros_like(x) if g is None else g for g, x in zip(gradients, like, strict=True)]
 
 
-def _compare(
-    ours: Sequence[torch.Tensor | None],
-    eager: Sequence[torch.Tensor | None],
-    drawn: Iterator[Draw],
-    signature: Signature | None = None,
-) -> Differences:
-    """The positions that differ; gradients of tables may be sparse in one of the two only. signature: of what is
-    computed, for the coarsest type in it."""
-    types: set[torch.dtype] = set()
-    if signature is not None:
-        types |= {t.dtype for t in (*signature.inputs, *signature.outputs) if t.differentiable}
-        types |= {dtype for _, dtype in signature.modes.autocast}
-    coarsest = max((torch.finfo(dtype).eps for dtype in types), default=0.0)
+def _of_one_layout(
+    ours: Sequence[torch.Tensor | None], eager: Sequence[torch.Tensor | None]
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """Both as they are compared: gradients of tables may be sparse in one of the two only."""
     one, other = list(ours), list(eager)
     for i, (x, y) in enumerate(zip(ours, eager, strict=True)):
         if not (x is not None and y is not None and x.is_sparse and y.is_sparse):
             one[i], other[i] = x if x is None else dense(x), y if y is None else dense(y)
-    return differences(one, other, drawn, coarsest=coarsest)
+    return one, other
