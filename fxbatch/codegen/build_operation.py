@@ -61,13 +61,15 @@ def build_operation(
     try:
         with forget_traces(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            graphs = _build_checked(signature, input_needs, shared_needs, shared, most)
-            if isinstance(graphs, Large):
-                return graphs
+            mode = fake_mode(allow_non_fake_inputs=True)
+            body = trace_body(signature, shared, mode)
+            calls = sum(node.op == "call_function" for node in body.graph.nodes)
+            if most is not None and calls > most:
+                return Large(calls)
             if autograd:
-                refuse_backward_arguments(
-                    trace_body(signature, shared, fake_mode(allow_non_fake_inputs=True))
-                )
+                refuse_backward_arguments(body)
+            graphs = _graphs_of(body, signature, (input_needs, shared_needs), shared, mode)
+            if autograd:
                 check_autograd(graphs, shared)
             return graphs
     except NotBatchable as error:
@@ -80,20 +82,15 @@ def build_operation(
         warn_of_folder()
 
 
-def _build_checked(
+def _graphs_of(
+    body: fx.GraphModule,
     signature: Signature,
-    input_needs: Sequence[bool],
-    shared_needs: Sequence[bool],
+    needs: tuple[Sequence[bool], Sequence[bool]],
     shared: Sequence[torch.Tensor],
-    most: int | None,
-) -> OperationGraphs | Large:
-    """Built again with a gradient of zeros where eager has one and these graphs have none (`x.fill_(1)`)."""
-    mode = fake_mode(allow_non_fake_inputs=True)
-    body = trace_body(signature, shared, mode)
-    calls = sum(node.op == "call_function" for node in body.graph.nodes)
-    if most is not None and calls > most:
-        return Large(calls)
-    needs = (input_needs, shared_needs)
+    mode: FakeTensorMode,
+) -> OperationGraphs:
+    """The graphs of a body, compared with eager. They are built again with a gradient of zeros where eager has one and
+    these have none (`x.fill_(1)`), and of more recordings where fewer don't tell."""
     zeros: tuple[tuple[bool, int], ...] = ()
     recordings = 1 if only_device(body, signature, shared) is not None else 2
     while True:
