@@ -227,16 +227,39 @@ class Workspace:
 
 def emit_kernel(module: fx.GraphModule) -> Kernel:
     """The instructions of an operation graph."""
-    return _KernelEmitter(module).emit()
+    graph = module.graph
+    places = [x for x in graph.nodes if x.op == "placeholder"]
+    nodes: list[fx.Node] = list(graph.output_node().args[0])
+    hoisted, hoisted_nodes = find_prepared(graph)
+    positions = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
+    outs = [Register(f"o{i}") for i in range(len(nodes))]
+    emitter = _KernelEmitter({x: Register(x.name) for x in places}, nodes, outs)
+    for node in graph.nodes:
+        if node in hoisted:
+            emitter._call(node, emitter.prepared)
+        elif node.op == "call_function":
+            emitter._node(node)
+        elif node.op == "get_attr":
+            emitter.registers[node] = operator.attrgetter(str(node.target))(module)
+    results = tuple(emitter._result(i, node) for i, node in enumerate(nodes))
+    read = tuple(emitter.registers[x] for x in hoisted_nodes)
+    inputs = (*(emitter.registers[x] for x in places), *outs, *read)
+    body = InstructionList(tuple(emitter.body), inputs, results)
+    preparation = None
+    if hoisted:
+        prepared_inputs = tuple(emitter.registers[places[1 + i]] for i in positions)
+        preparation = InstructionList(tuple(emitter.prepared), prepared_inputs, read)
+    prepare = None if preparation is None else preparation.bind()
+    forms = tuple(map(_form, nodes))
+    return Kernel(body, preparation, positions, forms, emitter.launches, body.bind(), prepare)
 
 
 def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:
     """One call as a function of the tensors that it reads and the memory that its results are written to, in a row.
     results: the call, or the items of what it gives."""
-    emitter = _KernelEmitter(None)
-    inputs = emitter.registers = {x: Register(x.name) for x in node.all_input_nodes}
     outs = [Register(f"o{i}") for i in range(len(results))]
-    read = (*inputs.values(), *outs)
+    emitter = _KernelEmitter({x: Register(x.name) for x in node.all_input_nodes}, results, outs)
+    read = (*emitter.registers.values(), *outs)
     direct = list(results) == [node] and _torch_function(node) is not None
     emitter._call(node, emitter.body, outs[0] if direct else None)
     for out, x in () if direct else zip(outs, results, strict=True):
@@ -284,40 +307,15 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
 
 @dataclass
 class _KernelEmitter:
-    module: fx.GraphModule | None  # None: of single calls
+    """Instructions as they are written."""
+
+    registers: dict[fx.Node, Any]  # or what is known of a node beforehand
+    results: Sequence[fx.Node]
+    outs: Sequence[Register]  # memory that is given for each
     body: list[Instruction] = field(default_factory=list)
     prepared: list[Instruction] = field(default_factory=list)  # run once a run, of shared operands
-    registers: dict[fx.Node, Any] = field(default_factory=dict)  # or what is known of a node beforehand
     written: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that its call writes
     launches: int = 0
-
-    def emit(self) -> Kernel:
-        assert self.module is not None
-        graph = self.module.graph
-        places = [x for x in graph.nodes if x.op == "placeholder"]
-        self.results: list[fx.Node] = list(graph.output_node().args[0])
-        hoisted, hoisted_nodes = find_prepared(graph)
-        positions = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
-        self.registers = {x: Register(x.name) for x in places}
-        self.outs = [Register(f"o{i}") for i in range(len(self.results))]
-        for node in graph.nodes:
-            if node in hoisted:
-                self._call(node, self.prepared)
-            elif node.op == "call_function":
-                self._node(node)
-            elif node.op == "get_attr":
-                self.registers[node] = operator.attrgetter(str(node.target))(self.module)
-        results = [self._result(i, node) for i, node in enumerate(self.results)]
-        read = tuple(self.registers[x] for x in hoisted_nodes)
-        inputs = (*(self.registers[x] for x in places), *self.outs, *read)
-        body = InstructionList(tuple(self.body), inputs, tuple(results))
-        preparation = None
-        if hoisted:
-            prepared_inputs = tuple(self.registers[places[1 + i]] for i in positions)
-            preparation = InstructionList(tuple(self.prepared), prepared_inputs, read)
-        prepare = None if preparation is None else preparation.bind()
-        forms = tuple(map(_form, self.results))
-        return Kernel(body, preparation, positions, forms, self.launches, body.bind(), prepare)
 
     def _node(self, node: fx.Node) -> None:
         work = is_tensor(node) or isinstance(node.meta["values"][0], (tuple, list))
