@@ -493,7 +493,9 @@ class Fuser:
 
     def __init__(self) -> None:
         # By members: the Signature of each wiring of them; none where they stay calls.
-        self.signatures: Cache[tuple[Signature, ...], dict[Wiring, Signature]] = Cache("fused signatures")
+        self.signatures: Cache[tuple[Signature, ...], dict[Wiring, Signature]] = Cache(
+            "signatures of rewrites"
+        )
         self.blocks: list[CallBlock] = []  # all that were learned, the longest first
         self.looked_at: Cache[Signature, int] = Cache("signatures in blocks")  # in how many calls
         self.learned = 0  # how often was cause to learn some
