@@ -35,11 +35,6 @@ typedef struct Apart {
 enum { MOST_APART_ROWS = 96, ALL_APART_ROWS = 256, FEW_ROWS = 32, MOST_APART_STEPS = 1024 };
 enum { ROWS_THAT_GAIN = 4, ROWS_OF_BLOCK = 128, WORTH_PACKING = 5 * 16 };
 
-typedef struct {
-    char *at;
-    int64_t bytes;
-} Piece;
-
 static void release_steps(Steps *s)
 {
     while (s->taken)
@@ -269,6 +264,20 @@ static void pack(Steps *s, const Program *p, int64_t k)
     }
 }
 
+/* Where the shared operands of step k are, pointers from `number` on, and its packed weights; 1 where one is out of range. */
+static int find_shared(const Steps *s, const Program *p, int64_t k, int64_t number, char **bases)
+{
+    for (int64_t b = p->source_count; b < p->inputs; b++) {
+        int64_t rows = rows_of(p->bases[b].per_row, p->bases[b].rest, s->at[ROWS][k]);
+        bases[b] = pointer_rows(s, k, number++, 0, 1, rows * p->bases[b].row_bytes);
+        if (!bases[b])
+            return 1;
+    }
+    for (int64_t c = 0; c < p->packed_count; c++)
+        bases[p->code[p->packed[c]].packed] = s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
+    return 0;
+}
+
 static int run_forward_step(const Steps *s, const Program *p, int64_t k)
 {
     int64_t n = s->at[ROWS][k], offset = s->at[OFFSET][k];
@@ -309,11 +318,8 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (!bases[base])
             return 1;
     }
-    for (int64_t b = p->source_count; b < p->inputs; b++) { /* shared operands */
-        bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
-        if (!bases[b])
-            return 1;
-    }
+    if (find_shared(s, p, k, number, bases))
+        return 1;
     for (int64_t c = 0; c < p->apart_count; c++) {
         Apart *apart = &s->apart[s->at[SIGNATURE][k] * MOST_APART + c];
         bases[p->code[p->apart[c]].apart] = apart->at;
@@ -321,8 +327,6 @@ static int run_forward_step(const Steps *s, const Program *p, int64_t k)
         if (apart->at)
             apart->at += n * p->code[p->apart[c]].width * 4;
     }
-    for (int64_t c = 0; c < p->packed_count; c++)
-        bases[p->code[p->packed[c]].packed] = s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
@@ -510,18 +514,13 @@ static int run_backward_step(const Steps *s, const Program *p, int64_t k)
             return 1;
         fill_count += !bases[i];
     }
-    for (int64_t b = p->source_count, number = shared; b < p->inputs; b++) {
-        bases[b] = pointer_rows(s, k, number++, 0, 1, rows_of(p->bases[b].per_row, p->bases[b].rest, n) * p->bases[b].row_bytes);
-        if (!bases[b])
-            return 1;
-    }
+    if (find_shared(s, p, k, shared, bases))
+        return 1;
     for (int64_t c = 0; c < p->apart_count; c++) {
         char *later = s->apart[s->at[SIGNATURE][k] * MOST_APART + c].at;
         bases[p->code[p->apart[c]].apart] = later;
         s->room->shared += later != NULL;
     }
-    for (int64_t c = 0; c < p->packed_count; c++)
-        bases[p->code[p->packed[c]].packed] = s->packed[s->at[SIGNATURE][k] * MOST_APART + c];
     return run_program(p, n, bases, fills, fill_count, s->room);
 }
 
