@@ -20,7 +20,7 @@ from fxbatch.codegen.build_operation import OperationGraphs
 from fxbatch.codegen.native import available, extension
 from fxbatch.codegen.native_lower import make_program, records
 from fxbatch.codegen.native_table import Memory, Origin, Source
-from fxbatch.codegen.operation_graphs import Shape, shape
+from fxbatch.codegen.operation_graphs import dtype, shape
 
 _ORIGINS = {"output": Origin.RESULT, "saved": Origin.SAVED}
 
@@ -31,14 +31,10 @@ class NativeStep:
 
     name: str  # of the operation
     program: object
-    forms: tuple[tuple[Shape, torch.dtype], ...]
+    outputs: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # for one row: shape and type of each
     shared_bytes: tuple[int, ...]  # of each shared operand, from its first element to its last
     adding: object = None  # the program that adds to its results, where there is one
     calls: tuple[str, ...] = ()  # of torch, that it makes
-
-    def outputs(self, n: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each result for n rows."""
-        return [(tuple([a * n + b for a, b in dims]), dtype) for dims, dtype in self.forms]
 
 
 def make_step(
@@ -70,8 +66,9 @@ def make_step(
         )  # fmt: skip
     except ValueError as error:
         return str(error)
-    forms = tuple((shape(node), node.meta["values"][0].dtype) for node in module.graph.output_node().args[0])
-    return NativeStep(name, program, forms, tuple(sizes), adding, new_program.calls)
+    results = module.graph.output_node().args[0]
+    outputs = tuple((tuple([a + b for a, b in shape(x)]), dtype(x)) for x in results)
+    return NativeStep(name, program, outputs, tuple(sizes), adding, new_program.calls)
 
 
 def sources_of(graphs: OperationGraphs, kept_groups: tuple[int, ...], part: str) -> list[Source]:

@@ -147,7 +147,7 @@ class KernelTable:
                 slots = tuple(written[key] for key in keys)
             else:
                 slots = tuple(range(len(results), len(results) + len(keys)))
-                results += step.outputs(1)  # as many for any number of rows
+                results += step.outputs  # which don't grow with the rows
                 if step.adding is not None:
                     written.update(zip(keys, slots, strict=True))
             kernels.append(_Kernel(operation, step, row, inputs, slots, adds))
