@@ -99,15 +99,14 @@ class BuildQueue:
         finally:
             self._instances = 0
 
-    def may_build(self, calls: int | None = None, seconds: float = 0.0) -> bool:
-        """Whether what is new may be built now. calls: of the operation, in this minibatch; seconds: that it is known
-        to take, at least."""
+    def may_build(self, calls: int | None = None) -> bool:
+        """Whether what is new may be built now. calls: of the operation, in this minibatch."""
         if not self._instances:
             return True
         if calls is not None and SELDOM * calls < self._instances:
             return False
         built = stopwatch.seconds_of_building() - self._built_before
-        return built + seconds < min(MOST, self._ahead + self.earned)
+        return built < min(MOST, self._ahead + self.earned)
 
     def may_try(self, seconds: float, *, ahead: float = AHEAD) -> bool:
         """Whether what takes so long is tried now: a function for all sizes, which may save all of the loop's time, and
