@@ -19,6 +19,7 @@ the shared operands, each once. Row indices are buffers. So it can be differenti
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from torch import fx, nn
 from fxbatch.codegen.body import devices_of
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
-from fxbatch.passes.signature_graph import Needs
+from fxbatch.passes.signature_graph import Needs, survey
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
@@ -106,12 +107,14 @@ def _read(plan: Plan, g: int, n: int, arenas: Sequence[Blocks]) -> object:
     return read if rows == n else read.reshape(n, rows // n, *blocks.kind.shape)
 
 
-def stack_payload(signature: Signature, payload: Sequence[object]) -> torch.Tensor:
-    """`[rows, *shape]` of the tensors or Python numbers of a constant's calls."""
-    type_ = signature.outputs[0]
-    if signature.operation.kind == "number":
-        return torch.tensor(payload, dtype=type_.dtype, device=type_.device)
-    tensors = [t for t in payload if isinstance(t, torch.Tensor)]
+def stack_constants(
+    signatures: Sequence[Signature], payloads: Mapping[int, Sequence[object]], s: int, positions: np.ndarray
+) -> torch.Tensor:
+    """`[rows, *shape]` of the tensors or Python numbers at these positions of a signature's payload."""
+    type_, items = signatures[s].outputs[0], [payloads[s][i] for i in positions.tolist()]
+    if signatures[s].operation.kind == "number":
+        return torch.tensor(items, dtype=type_.dtype, device=type_.device)
+    tensors = [x for x in items if isinstance(x, torch.Tensor)]
     first = tensors[0]
     if all(t is first for t in tensors):
         return first.unsqueeze(0).expand(len(tensors), *first.shape)
@@ -164,15 +167,11 @@ class BlockMemory:
 
     def launch(self, phase: BlockPhase) -> int:
         """Run a phase that was planned last; how many kernels were launched."""
-        program, plan, compiled, arenas = (
-            phase.program,
-            phase.plan,
-            phase.compiled,
-            self._arenas(phase.program),
-        )
+        program, plan, arenas = phase.program, phase.plan, self._arenas(phase.program)
         row = plan.row_of_value
         if phase.unrolled is None:
-            walk(program, plan, arenas, self._before(phase.operations), _caller(compiled), _stacker(program))
+            constants = functools.partial(stack_constants, program.signatures, program.constants)
+            walk(program, plan, arenas, self._before(phase.operations), _caller(phase.compiled), constants)
         else:
             kinds, rows = self.type_of_value, self.row_of_value
             early = [self.read(kinds.item(values[0]), rows[values]) for values in phase.unrolled.known]
@@ -213,7 +212,6 @@ NO_NEEDS = Needs((), np.zeros(0, dtype=bool), (np.zeros(0, dtype=np.int64),) * 2
 
 def forward_operations(planner: Planner, program: Program) -> OperationSet:
     """The operations without backward graphs: autograd differentiates their forward graphs."""
-    present = np.bincount(program.sig, minlength=len(program.signatures)).tolist()
     compiled = tuple(
         planner.operations.get(
             s,
@@ -221,19 +219,11 @@ def forward_operations(planner: Planner, program: Program) -> OperationSet:
             [x.resolve() for x in s.shared],
             autograd=True,
         )
-        if n
+        if called
         else None
-        for s, n in zip(program.signatures, present, strict=True)
+        for s, called in zip(program.signatures, survey(program).present, strict=True)
     )
     return planner.operation_set(program, compiled)
-
-
-def _stacker(program: Program) -> StackConstants:
-    def stack(s: int, positions: np.ndarray) -> torch.Tensor:
-        payload = program.constants[s]
-        return stack_payload(program.signatures[s], [payload[i] for i in positions.tolist()])
-
-    return stack
 
 
 def _caller(compiled: Sequence[CompiledOperation | None]) -> CallStep:
@@ -283,10 +273,7 @@ class Unrolled:
     ) -> list[torch.Tensor]:
         """The tensors to call the module with; `payloads` takes the place of `program.constants`."""
         payloads = self.program.constants if payloads is None else payloads
-        stacked = [
-            stack_payload(self.program.signatures[s], [payloads[s][i] for i in positions.tolist()])
-            for s, positions in self.constants
-        ]
+        stacked = [stack_constants(self.program.signatures, payloads, *place) for place in self.constants]
         return [*stacked, *known, *(operand.resolve() for operand in self.shared)]
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
