@@ -99,9 +99,8 @@ def is_constant(signature: Signature) -> bool:
 def plan_arenas(
     program: Program,
     schedule: Schedule,
-    layouts: Sequence[Layout | None],
+    layouts: Sequence[Layout | None] | Slots,
     *,
-    slots: Slots | None = None,
     known_rows: np.ndarray | None = None,
     used: np.ndarray | None = None,
     run_before: np.ndarray | None = None,
@@ -109,12 +108,13 @@ def plan_arenas(
 ) -> Plan:
     """The plan of a program (or of one phase of it).
 
-    layouts: one a signature. known_rows: int64 [program.known], the rows of earlier phases' values;
-    used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of each
-    signature already run. reuse: rows are used again when their last reader has run (inference).
+    layouts: one a signature, or what was made of these. known_rows: int64 [program.known], the rows of earlier
+    phases' values; used: int64 [types], rows of each arena already taken; run_before: int64 [signatures], rows of
+    each signature already run. reuse: rows are used again when their last reader has run (inference).
     """
     assert not reuse or used is None or not used.any(), "rows of earlier phases may be read again"
-    planner = _ArenaPlanner(program, schedule, Slots(program, layouts) if slots is None else slots)
+    slots = layouts if isinstance(layouts, Slots) else Slots(program, layouts)
+    planner = _ArenaPlanner(program, schedule, slots)
     planner.allot(known_rows)
     if used is not None:
         planner.columns[0][:] = used

@@ -159,7 +159,7 @@ class BlockMemory:
             return BlockPhase(program, schedule, plan, NO_NEEDS, operations, unrolled=unrolled)
         operations, arenas = forward_operations(self.planner, program), self._arenas(program)
         plan = plan_arenas(
-            program, schedule, operations.layouts, slots=operations.slots,
+            program, schedule, operations.slots,
             used=np.array([blocks.used for blocks in arenas], dtype=np.int64),
             known_rows=self.row_of_value[: program.known], run_before=self._before(operations),
         )  # fmt: skip
@@ -295,11 +295,8 @@ def emit_unrolled(planner: Planner, program: Program, schedule: Schedule) -> Unr
         known_rows[values] = np.arange(len(values))
         used.append(len(values))
         early.append(values)
-    before = np.zeros(len(program.signatures), dtype=np.int64)
-    plan = plan_arenas(
-        program, schedule, operations.layouts, slots=operations.slots,
-        known_rows=known_rows, used=np.array(used, dtype=np.int64), run_before=before,
-    )  # fmt: skip
+    rows = np.array(used, dtype=np.int64)
+    plan = plan_arenas(program, schedule, operations.slots, known_rows=known_rows, used=rows)
     emitted = _ProxySteps(program, operations.compiled)
     steps = zip(plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True)
     for s, n, at in steps:
@@ -312,7 +309,8 @@ def emit_unrolled(planner: Planner, program: Program, schedule: Schedule) -> Unr
         t = int(program.type_of_value[values[0]])
         arenas[t].append(emitted.place(f"known_{t}"), len(values))
     shared = emitted.add_shared()
-    walk(program, plan, arenas, before, emitted.call, emitted.constant)
+    nothing = np.zeros(len(program.signatures), dtype=np.int64)  # ran before
+    walk(program, plan, arenas, nothing, emitted.call, emitted.constant)
     kinds = program.type_of_value[program.outputs]
     results = [program.outputs[kinds == t] for t in np.unique(kinds).tolist()]
     read = [arenas[program.type_of_value[r[0]]].read(plan.row_of_value[r]) for r in results]

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from fxbatch.caches import Cache, guard
-from fxbatch.ir import Layout, Program, SharedOperand, Signature
+from fxbatch.ir import Program, SharedOperand, Signature
 from fxbatch.passes.plan import Slots, is_constant
 from fxbatch.passes.select import checksum
 from fxbatch.passes.signature_graph import Needs
@@ -125,10 +125,8 @@ class PlanKey:
 class OperationSet:
     """The compiled operations of a program's signatures, None where no program has called it; one object per set."""
 
-    signatures: tuple[Signature, ...]
     compiled: tuple[CompiledOperation | None, ...]
-    layouts: tuple[Layout | None, ...]  # how each takes its inputs
-    slots: Slots  # the same as columns
+    slots: Slots  # how they take their inputs
     arrays: Arrays  # what a run of them reads and writes
     forward: PointerTable | None  # for steps in C; None where Python runs all
     backward: PointerTable | None
@@ -136,10 +134,11 @@ class OperationSet:
     @staticmethod
     def of(program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
         """The set for a program's signatures."""
-        layouts = tuple(None if c is None else c.layout for c in compiled)
+        slots = Slots(program, [None if c is None else c.layout for c in compiled])
         arrays = Arrays.of(program.types, compiled)
-        tables = [PointerTable.of(arrays, backward=b) for b in (False, True)]
-        return OperationSet(program.signatures, compiled, layouts, Slots(program, layouts), arrays, *tables)
+        return OperationSet(
+            compiled, slots, arrays, *[PointerTable.of(arrays, backward=b) for b in (False, True)]
+        )
 
     @functools.cached_property
     def read_back(self) -> list[tuple[Signature, int]]:
