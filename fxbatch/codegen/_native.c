@@ -77,22 +77,13 @@ static const char *instruction_fault(const Program *p, const Instruction *x)
         if (x->code == PRODUCT && k < 3 && !product_operand(x, k))
             return "strides of a product";
         for (int64_t n = 1; n <= MOST_ROWS; n += MOST_ROWS - 1) {
-            int64_t rows = rows_of(x->per_row, x->rest, n), width = x->width;
-            int64_t depth = rows_of(x->depth_per_row, x->depth_rest, n);
-            if (x->code == PRODUCT && k == 1)
-                width = depth;
-            else if (x->code == PRODUCT && k == 2)
-                rows = depth;
+            int64_t rows = rows_of(x->per_row, x->rest, n), width = width_of(x, k, n);
+            if (x->code == PRODUCT && k == 2)
+                rows = rows_of(x->depth_per_row, x->depth_rest, n);
             else if ((x->code == LOOKUP && k == 1) || (x->code == TABLE_GRADIENT && k == 0))
                 rows = x->depth_rest;
-            else if ((x->code == LOOKUP || x->code == TABLE_GRADIENT) && k == 2)
-                width = 1;
             else if (x->code == SUM_ROWS && k == 0)
                 rows = 1;
-            else if (x->code == SUM_LAST && k == 0)
-                width = 1;
-            else if ((x->code == PICK && k == 1) || (x->code == PUT && k == 0))
-                width = x->depth_rest;
             if (rows < 1 || width < 1 || !fits(p, o, rows, reach(x, k, width), size[k], n))
                 return "an operand is larger than its memory";
         }

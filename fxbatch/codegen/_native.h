@@ -156,6 +156,16 @@ static inline const Operand *operands_of(const Instruction *x)
     return &x->out;
 }
 
+/* The width of an operand of a row of an instruction, for n rows. */
+static inline int64_t width_of(const Instruction *x, int k, int64_t n)
+{
+    if (x->code == PRODUCT && k == 1)
+        return rows_of(x->depth_per_row, x->depth_rest, n);
+    if ((x->code == PICK && k == 1) || (x->code == PUT && k == 0))
+        return x->depth_rest;
+    return (x->code == SUM_LAST && k == 0) || ((x->code == LOOKUP || x->code == TABLE_GRADIENT) && k == 2) ? 1 : x->width;
+}
+
 /* What takes `depth_rest` elements that are `inner` apart, for each of `width` neighbours of a row, to one. */
 static inline int reduces(int64_t code)
 {

@@ -8,14 +8,6 @@
 
 enum { LEAST_ROWS = 16, USUAL_ROWS = 128, BLOCK_COST = 1 << 16, LEAST_APART = 1 << 14 };
 
-/* The width of an operand of a row of an instruction. */
-static int64_t width_of(const Instruction *x, int k)
-{
-    if ((x->code == PRODUCT && k == 1) || (x->code == PICK && k == 1) || (x->code == PUT && k == 0))
-        return x->depth_rest;
-    return (x->code == SUM_LAST && k == 0) || (x->code == LOOKUP && k == 2) ? 1 : x->width;
-}
-
 /* Whether an instruction reads and writes, for each row of the program, that row alone, and what is the same for all. */
 static int keeps_to_rows(const Program *p, const Instruction *x)
 {
@@ -27,7 +19,7 @@ static int keeps_to_rows(const Program *p, const Instruction *x)
         if (!size[k] || o->base < 0)
             continue;
         const Base *base = &p->bases[o->base];
-        int64_t row = base->per_row * base->row_bytes, width = width_of(x, k);
+        int64_t row = base->per_row * base->row_bytes, width = width_of(x, k, 1);
         int same = (x->code == LOOKUP && k == 1) || (x->code == PRODUCT && k == 2);
         if (!base->per_row) {
             if (!k || (o->stride && !same))
@@ -46,6 +38,17 @@ static int64_t cost_of(const Instruction *x)
     return x->per_row * (8 + x->width * each);
 }
 
+/* Whether an instruction writes a base (operands 0 to 1), or reads it. */
+static int uses(const Program *p, const Instruction *x, int64_t base, int first, int last)
+{
+    if (x->code == CALL)
+        return call_uses(p, x, base, last == 1);
+    for (int k = first; k < last; k++)
+        if (element_bytes(x->code)[k] && operands_of(x)[k].base == base)
+            return 1;
+    return 0;
+}
+
 /* Memory of the program's own that one segment alone uses, row by row, exists for one block at a time. */
 static void find_block_memory(Program *p)
 {
@@ -56,12 +59,8 @@ static void find_block_memory(Program *p)
             continue;
         for (int64_t s = 0; s < p->segment_count && mine >= -1; s++)
             for (int64_t i = p->segments[s].first; i < p->segments[s].last; i++)
-                if (p->code[i].code == CALL)
-                    mine = call_uses(p, &p->code[i], b, 0) ? -2 : mine;
-                else
-                    for (int k = 0; k < 4; k++)
-                        if (element_bytes(p->code[i].code)[k] && operands_of(&p->code[i])[k].base == b)
-                            mine = p->segments[s].rowwise > 0 && (mine == -1 || mine == s) ? s : -2;
+                if (uses(p, &p->code[i], b, 0, 4))
+                    mine = p->segments[s].rowwise > 0 && (mine == -1 || mine == s) ? s : -2;
         if (mine >= 0)
             base->kind = BLOCK;
     }
@@ -90,26 +89,23 @@ int find_segments(Program *p)
     return 0;
 }
 
-/* Whether an instruction writes a base (operands 0 to 1), or reads it. */
-static int uses(const Program *p, const Instruction *x, int64_t base, int first, int last)
+/* Whether instruction i is a product by weights. */
+static int may_be_packed(const Program *p, int64_t i)
 {
-    if (x->code == CALL)
-        return call_uses(p, x, base, last == 1);
-    for (int k = first; k < last; k++)
-        if (element_bytes(x->code)[k] && operands_of(x)[k].base == base)
-            return 1;
-    return 0;
+    const Instruction *x = &p->code[i];
+    return x->code == PRODUCT && keeps_to_rows(p, x) && x->width * x->depth_rest >= LEAST_APART &&
+           p->bases[x->b.base].kind == INPUT;
 }
 
-/* Whether instruction i is a product by weights, of what the step reads whole, row by row; or of what it writes whole, into
+/* Whether such a product is of what the step reads whole, row by row; or of what it writes whole, into
    rows that nothing else of the program uses. */
 static int may_be_apart(const Program *p, int64_t i)
 {
     const Instruction *x = &p->code[i];
-    if (x->code != PRODUCT || !keeps_to_rows(p, x) || x->per_row != 1 || x->width * x->depth_rest < LEAST_APART)
+    if (!may_be_packed(p, i) || x->per_row != 1)
         return 0;
-    const Base *a = &p->bases[x->a.base], *b = &p->bases[x->b.base], *out = &p->bases[x->out.base];
-    if (x->a.inner != 1 || x->a.stride * 4 != a->row_bytes || a->per_row != 1 || b->kind != INPUT)
+    const Base *a = &p->bases[x->a.base], *out = &p->bases[x->out.base];
+    if (x->a.inner != 1 || x->a.stride * 4 != a->row_bytes || a->per_row != 1)
         return 0;
     if (a->kind == INPUT)
         return x->a.base < p->source_count && out->kind != INPUT;
@@ -120,14 +116,6 @@ static int may_be_apart(const Program *p, int64_t i)
         if ((j != i && uses(p, &p->code[j], x->out.base, 0, 4)) || (j > i && uses(p, &p->code[j], x->a.base, 0, 1)))
             return 0;
     return 1;
-}
-
-/* Whether instruction i is a product by weights. */
-static int may_be_packed(const Program *p, int64_t i)
-{
-    const Instruction *x = &p->code[i];
-    return x->code == PRODUCT && keeps_to_rows(p, x) && x->width * x->depth_rest >= LEAST_APART &&
-           p->bases[x->b.base].kind == INPUT;
 }
 
 int find_apart(Program *p)
