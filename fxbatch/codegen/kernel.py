@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,15 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.operation_graphs import Shape, device_of, is_cast, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import (
+    Shape,
+    device_of,
+    flattened,
+    is_cast,
+    is_tensor,
+    is_view,
+    shape,
+)
 from fxbatch.codegen.simplify import constant_value, is_random
 from fxbatch.torch_private import direct_call
 
@@ -123,15 +131,6 @@ def _code(value: object, scope: dict[str, object]) -> str:
     name = next((name for name, x in scope.items() if x is value), f"known__{len(scope)}")
     scope[name] = value
     return name
-
-
-def flattened(value: object) -> Iterator[object]:
-    """The items of nested lists and tuples, one after the other."""
-    if isinstance(value, (list, tuple)):
-        for x in value:
-            yield from flattened(x)
-    else:
-        yield value
 
 
 def _text(value: object) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -261,17 +261,18 @@ def evaluate(node: fx.Node) -> tuple[Any, Any]:
 
 
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    fakes = [x for x in _leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+    fakes = [x for x in flattened([*args, *kwargs.values()]) if isinstance(x, FakeTensor)]
     with torch.no_grad(), fakes[0].fake_mode if fakes else contextlib.nullcontext():
         return target(*args, **kwargs)
 
 
-def _leaves(tree: object) -> list[Any]:
-    if isinstance(tree, (tuple, list)):
-        return [x for item in tree for x in _leaves(item)]
-    if isinstance(tree, dict):
-        return [x for item in tree.values() for x in _leaves(item)]
-    return [tree]
+def flattened(value: object) -> Iterator[object]:
+    """The items of nested lists and tuples, one after the other."""
+    if isinstance(value, (list, tuple)):
+        for x in value:
+            yield from flattened(x)
+    else:
+        yield value
 
 
 def add_call(
