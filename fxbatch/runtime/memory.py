@@ -64,16 +64,11 @@ class Kinds:
 class Arrays:
     """The arrays that a set of operations needs: arenas by type, then what each operation keeps and saves."""
 
-    columns: Kinds
+    kinds: Kinds
     arenas: int  # how many of them are arenas
     compiled: tuple[CompiledOperation | None, ...]
     first: tuple[int, ...]  # of each signature: its first array
     table: ArrayTable
-
-    @property
-    def kinds(self) -> tuple[TensorSpec, ...]:
-        """The types of all arrays."""
-        return self.columns.types
 
     @staticmethod
     def of(types: Sequence[TensorSpec], compiled: Sequence[CompiledOperation | None]) -> Arrays:
@@ -255,7 +250,7 @@ class Memory(Pieces):
     def take(self, arrays: Arrays, plan: WholePlan) -> None:
         """Room for a run's only phase."""
         assert not len(self.rows) and len(self.type_ids) == arrays.arenas, "the only phase of its run"
-        self.lay(arrays.columns, plan.rows, plan.places, plan.ends)
+        self.lay(arrays.kinds, plan.rows, plan.places, plan.ends)
         self._arena, self.first_of, self._only = range(arrays.arenas), arrays.first_of, (arrays, plan.calls)
 
     def calls_of(self, operations: Sequence[CompiledOperation]) -> list[int]:
@@ -309,7 +304,7 @@ class Memory(Pieces):
     def _number(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a set's arrays and operations in this memory; arrays that are new have no rows yet."""
         numbering, operations, kinds, arenas = [], [], list(self.kinds), list(self._arena)
-        for kind in arrays.kinds[: arrays.arenas]:
+        for kind in arrays.kinds.types[: arrays.arenas]:
             type_id = self.type_ids[kind]
             if type_id == len(arenas):
                 arenas.append(len(kinds))
@@ -339,7 +334,7 @@ class Memory(Pieces):
     def columns(self, arrays: Arrays) -> tuple[np.ndarray, np.ndarray]:
         """For C: int64 [arenas, 3], pointer, bytes and bytes a row, nothing of what it can't read; and int64
         [arrays, 3], pointer, bytes and whether an array is part of an arena."""
-        width = arrays.columns.width
+        width = arrays.kinds.width
         if not self._numbers:
             return arena_table(self.places, width, arrays.arenas), self.places
         columns = self._columns.get(arrays)

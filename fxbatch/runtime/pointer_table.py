@@ -125,5 +125,5 @@ def _step_of(operation: CompiledOperation, arrays: Arrays, s: int, *, backward: 
     """The native program of an operation whose arrays C can read."""
     step = operation.native_backward if backward else operation.native_forward
     stop = arrays.first[s] + len(operation.kept_groups) + len(operation.saved_types)
-    kinds = arrays.kinds[arrays.first[s] : stop]
+    kinds = arrays.kinds.types[arrays.first[s] : stop]
     return step if all(k.nbytes and k.device.type == "cpu" for k in kinds) else None

@@ -48,9 +48,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, WholePlan]]:
 def check_layout(arrays: Arrays, layout: WholePlan) -> None:
     """Brute force: each byte belongs to one array, or to rows of an arena that an array reads where they are."""
     owner: dict[int, int] = {}
-    plan, (device,), (end,) = layout.plan, arrays.columns.devices, layout.ends
+    plan, (device,), (end,) = layout.plan, arrays.kinds.devices, layout.ends
     assert device.type == "cpu"
-    for array, (kind, rows) in enumerate(zip(arrays.kinds, layout.rows.tolist(), strict=True)):
+    for array, (kind, rows) in enumerate(zip(arrays.kinds.types, layout.rows.tolist(), strict=True)):
         offset, size, flag = layout.places[array].tolist()
         assert size == rows * kind.numel * kind.dtype.itemsize
         if flag:
@@ -70,7 +70,7 @@ def check_layout(arrays: Arrays, layout: WholePlan) -> None:
             assert once == bool(layout.places[array, 2])
             if once:
                 arena = int(plan.gather_arena[gathers[0]])
-                width = arrays.kinds[arena].nbytes
+                width = arrays.kinds.types[arena].nbytes
                 start = layout.places[arena, 0] + int(plan.gather_start[gathers[0]]) * width
                 assert layout.places[array, 0] == start
                 assert all(owner[b] == arena for b in range(start, start + layout.places[array, 1]))
