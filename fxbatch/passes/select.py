@@ -97,71 +97,7 @@ def select_calls(program: Program, keep: np.ndarray) -> Program:
     `program.outputs` keep their places: output i of the result stands for output i of the program. The signatures
     stay as they are, also those without calls. What is read or needed but not kept is value -1.
     """
-    sig, instance = np.empty_like(program.sig), np.empty_like(program.instance)
-    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
-    calls, entries = _keep_calls(
-        program.sig, program.instance, program.inputs, program.outputs, program.width, program.arity, keep,
-        sig, instance, inputs, outputs, program.known,
-    )  # fmt: skip
-    return dataclasses.replace(
-        program,
-        sig=sig[:calls],
-        inputs=inputs[:entries],
-        instance=instance[:calls],
-        outputs=outputs,
-        constants=kept_payloads(program, program.constants, keep),
-    )
-
-
-def _keep_calls(
-    sig: Shorts,
-    instance: Shorts,
-    inputs: Ints,
-    outputs: Ints,
-    width: Ints,
-    arity: Ints,
-    keep: Flags,
-    new_sig: WrittenShorts,
-    new_instance: WrittenShorts,
-    new_inputs: Written,
-    new_outputs: Written,
-    earlier: Int,
-) -> tuple[int, int]:
-    """Calls and inputs that are kept, numbered anew."""
-    left = 0
-    entries = 0
-    at = 0
-    values = earlier
-    number = earlier
-    for c in range(sig.shape[0]):
-        if not 0 <= sig[c] < width.shape[0]:
-            raise IndexError(NOT_THERE)
-        values += width[sig[c]]
-    new_number: Written = np.arange(values)
-    values = earlier
-    for c in range(sig.shape[0]):
-        for i in range(values, values + width[sig[c]]):
-            new_number[i] = number if keep[c] else -1
-            number += keep[c]
-        values += width[sig[c]]
-    for c in range(sig.shape[0]):
-        s = sig[c]
-        if at + arity[s] > inputs.shape[0]:
-            raise IndexError(NOT_THERE)
-        if keep[c]:
-            for i in range(at, at + arity[s]):
-                if not 0 <= inputs[i] < values:
-                    raise IndexError(NOT_THERE)
-                new_inputs[entries] = new_number[inputs[i]]
-                entries += 1
-            new_sig[left], new_instance[left] = s, instance[c]
-            left += 1
-        at += arity[s]
-    for i in range(outputs.shape[0]):
-        if not 0 <= outputs[i] < values:
-            raise IndexError(NOT_THERE)
-        new_outputs[i] = new_number[outputs[i]]
-    return left, entries
+    return _in_order(program, keep.nonzero()[0], kept_payloads(program, program.constants, keep))
 
 
 def number_segments(
@@ -291,53 +227,72 @@ def reorder(program: Program, order: np.ndarray) -> Program:
 
     Constants of one signature must keep their order among themselves.
     """
-    number, inputs = np.arange(program.values), np.empty_like(program.inputs)
-    columns = program.sig, program.inputs, program.width, program.arity, order
-    _number_in_order(*columns, number, inputs, program.known)
+    if len(order) != len(program):
+        raise IndexError(NOT_THERE)
+    return _in_order(program, order, program.constants)
+
+
+def _in_order(program: Program, order: np.ndarray, constants: Mapping[int, Sequence[Any]]) -> Program:
+    """These calls of a program, in this order, with these constants."""
+    sig, instance = np.empty(len(order), dtype=np.int32), np.empty(len(order), dtype=np.int32)
+    inputs, outputs = np.empty_like(program.inputs), np.empty_like(program.outputs)
+    entries = _take_in_order(
+        program.sig, program.instance, program.inputs, program.outputs, program.width, program.arity, order,
+        sig, instance, inputs, outputs, program.known,
+    )  # fmt: skip
     return dataclasses.replace(
-        program,
-        sig=program.sig[order],
-        inputs=inputs,
-        instance=program.instance[order],
-        outputs=number[program.outputs],
+        program, sig=sig, inputs=inputs[:entries], instance=instance, outputs=outputs, constants=constants
     )
 
 
-def _number_in_order(
+def _take_in_order(
     sig: Shorts,
+    instance: Shorts,
     inputs: Ints,
+    outputs: Ints,
     width: Ints,
     arity: Ints,
     order: Ints,
-    number: Written,
+    new_sig: WrittenShorts,
+    new_instance: WrittenShorts,
     new_inputs: Written,
+    new_outputs: Written,
     early: Int,
-) -> None:
-    """The new number of each value, and the inputs of the calls in this order."""
+) -> Int:
+    """Write the columns of calls in this order, each once and after those that it reads, their values numbered anew: -1
+    for those of other calls. How many inputs they have."""
     first: Written = np.empty(2 * sig.shape[0], dtype=np.int64)  # of each call's values, of its inputs
-    value = early
+    values = early
     at = 0
     for c in range(sig.shape[0]):
         if not 0 <= sig[c] < width.shape[0]:
             raise IndexError(NOT_THERE)
-        first[2 * c], first[2 * c + 1] = value, at
-        value += width[sig[c]]
+        first[2 * c], first[2 * c + 1] = values, at
+        values += width[sig[c]]
         at += arity[sig[c]]
-    if at != inputs.shape[0] or value != number.shape[0] or order.shape[0] != sig.shape[0]:
+    if at > inputs.shape[0]:
         raise IndexError(NOT_THERE)
+    number: Written = np.full(values, -1, dtype=np.int64)
+    for i in range(early):
+        number[i] = i
     value = early
+    at = 0
     for k in range(order.shape[0]):
         c = order[k]
         if not 0 <= c < sig.shape[0]:
             raise IndexError(NOT_THERE)
-        for i in range(first[2 * c], first[2 * c] + width[sig[c]]):
-            number[i] = value
-            value += 1
-    at = 0
-    for k in range(order.shape[0]):
-        c = order[k]
-        for i in range(first[2 * c + 1], first[2 * c + 1] + arity[sig[c]]):
-            if not 0 <= inputs[i] < number.shape[0] or at >= new_inputs.shape[0]:
+        s = sig[c]
+        new_sig[k], new_instance[k] = s, instance[c]
+        for i in range(first[2 * c + 1], first[2 * c + 1] + arity[s]):
+            if not 0 <= inputs[i] < values or at >= new_inputs.shape[0]:
                 raise IndexError(NOT_THERE)
             new_inputs[at] = number[inputs[i]]
             at += 1
+        for i in range(first[2 * c], first[2 * c] + width[s]):
+            number[i] = value
+            value += 1
+    for i in range(outputs.shape[0]):
+        if not 0 <= outputs[i] < values:
+            raise IndexError(NOT_THERE)
+        new_outputs[i] = number[outputs[i]]
+    return at
