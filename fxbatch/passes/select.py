@@ -97,7 +97,11 @@ def select_calls(program: Program, keep: np.ndarray) -> Program:
     `program.outputs` keep their places: output i of the result stands for output i of the program. The signatures
     stay as they are, also those without calls. What is read or needed but not kept is value -1.
     """
-    return _in_order(program, keep.nonzero()[0], kept_payloads(program, program.constants, keep))
+    constants = {}
+    for s, payload in program.constants.items():
+        mine = keep[program.sig == s].nonzero()[0]
+        constants[s] = payload if len(mine) == len(payload) else taken(payload, mine)
+    return _in_order(program, keep.nonzero()[0], constants)
 
 
 def number_segments(
@@ -195,31 +199,6 @@ def met_alone(program: Program) -> Program:
         return None if program.known_types is None else types[program.known_types]
 
     return new
-
-
-def kept_payloads(
-    program: Program, payloads: Mapping[int, Sequence[Any]], keep: np.ndarray
-) -> dict[int, Sequence[Any]]:
-    """The constants of the calls where `keep` (bool [calls]) holds."""
-    payloads_left: dict[int, Sequence[Any]] = {}
-    for s, payload in payloads.items():
-        room = np.empty(len(payload), dtype=np.int64)
-        mine = room[: _kept_of(program.sig, keep, s, room)]
-        payloads_left[s] = payload if len(mine) == len(payload) else taken(payload, mine)
-    return payloads_left
-
-
-def _kept_of(sig: Shorts, keep: Flags, s: Int, mine: Written) -> int:
-    """Which of the calls of a signature are kept, written to `mine`; how many."""
-    met = 0
-    count = 0
-    for c in range(sig.shape[0]):
-        if sig[c] == s and met < mine.shape[0]:
-            if keep[c]:
-                mine[count] = met
-                count += 1
-            met += 1
-    return count
 
 
 def reorder(program: Program, order: np.ndarray) -> Program:
