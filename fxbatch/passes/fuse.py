@@ -33,7 +33,6 @@ from fxbatch.caches import Cache
 from fxbatch.ir import CONSTANT_KINDS, Modes, Operation, Program, SharedOperand, Signature
 from fxbatch.passes.components import components
 from fxbatch.passes.fuse_runs import FOUND, OUT_OF_ORDER, RunTables, find_runs, put_runs
-from fxbatch.passes.signature_graph import called
 
 # Fewer occurrences than these are no evidence: a fused operation costs a trace and a compilation.
 MUTUAL = 4
@@ -620,12 +619,12 @@ class Fuser:
         return wirings[wiring]
 
     def _learned(self, program: Program) -> _Learned:
-        marks, last = called(program), self.last
+        counts = np.bincount(program.sig, minlength=len(program.signatures))
+        marks, last = (counts > 0).tobytes(), self.last
         same = last.signatures is program.signatures and last.called == marks
         if same and len(program.sig) < RELEARNED * last.calls:
             return last
-        counts = np.bincount(program.sig, minlength=len(program.signatures)).tolist()
-        pairs = zip(program.signatures, counts, strict=True)
+        pairs = zip(program.signatures, counts.tolist(), strict=True)
         here = {s: n for s, n in pairs if n and s.operation.kind not in CONSTANT_KINDS}
         if self._is_new(here):
             self._learn(program, here)

@@ -85,20 +85,6 @@ class Survey(NamedTuple):
     present: bytes  # a byte per signature: whether it is called
 
 
-def called(program: Program) -> bytes:
-    """A byte a signature: whether it is called. Less than a survey, for calls that may still go."""
-    marks = np.zeros(len(program.signatures), dtype=np.uint8)
-    _mark_called(program.sig, marks)
-    return marks.tobytes()
-
-
-def _mark_called(sig: Shorts, marks: Marks) -> None:
-    for c in range(sig.shape[0]):
-        if not 0 <= sig[c] < marks.shape[0]:
-            raise IndexError(NOT_THERE)
-        marks[sig[c]] = 1
-
-
 def survey(program: Program) -> Survey:
     """The survey of a program, made once."""
     facts: Survey | None = program.notes.get("survey")
