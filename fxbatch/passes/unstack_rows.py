@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -179,14 +179,19 @@ def _numbers(program: Program, values: np.ndarray) -> np.ndarray:
     """int64: the numbers that these values are, NO_ROW for those of which that is not known."""
     numbers = np.full(len(values), NO_ROW, dtype=np.int64)
     call = program.makers(values)
-    kinds = np.where(call >= 0, program.sig[call], -1)
-    for s in np.unique(kinds).tolist():
-        if s < 0 or program.signatures[s].operation.kind != "number":
-            continue
-        mine = np.flatnonzero(kinds == s)
-        place = np.searchsorted(np.flatnonzero(program.sig == s), call[mine])
-        numbers[mine] = np.array(program.constants[s])[place]
+    there = np.flatnonzero(call >= 0)
+    for s, mine, place in _by_signature(program, call[there]):
+        if program.signatures[s].operation.kind == "number":
+            numbers[there[mine]] = np.array(program.constants[s])[place]
     return numbers
+
+
+def _by_signature(program: Program, calls: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Each signature of these calls, which of them are of it, and where these are among its calls."""
+    sig = program.sig[calls]
+    for s in np.unique(sig).tolist():
+        mine = np.flatnonzero(sig == s)
+        yield s, mine, np.searchsorted(np.flatnonzero(program.sig == s), calls[mine])
 
 
 def unstack_rows(program: Program) -> Program:
@@ -378,9 +383,7 @@ def _rows_needed(call: np.ndarray, row: np.ndarray, source: np.ndarray) -> _Rows
 def _payloads(program: Program, calls: np.ndarray) -> list[torch.Tensor]:
     """The tensors that constants are."""
     tensors: list[torch.Tensor] = [*calls]
-    for s in np.unique(program.sig[calls]).tolist():
-        mine = np.flatnonzero(program.sig[calls] == s)
-        place = np.searchsorted(np.flatnonzero(program.sig == s), calls[mine])
+    for s, mine, place in _by_signature(program, calls):
         for i, k in zip(mine.tolist(), place.tolist(), strict=True):
             tensors[i] = program.constants[s][k]
     return tensors
