@@ -121,10 +121,6 @@ class CompiledGraph:
     def source(self) -> str:
         return self.kernel.source
 
-    @property
-    def launches(self) -> int:
-        return self.kernel.launches
-
     def __call__(
         self, n: int, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None], workspace: Workspace
     ) -> list[torch.Tensor]:

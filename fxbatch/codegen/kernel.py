@@ -177,9 +177,6 @@ class Kernel:
             (n, *ins, *outs, *workspace.prepared(self, tuple([ins[i] for i in self.prepared_of])))
         )
 
-    def __str__(self) -> str:
-        return self.source
-
 
 class Workspace:
     """What kernels use again from call to call, one workspace per thread.

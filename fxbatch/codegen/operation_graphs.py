@@ -41,9 +41,6 @@ class Ref:
     kind: Literal["group", "output", "saved", "extra"]
     index: int
 
-    def __str__(self) -> str:
-        return f"{self.kind}{self.index}"
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Flows:

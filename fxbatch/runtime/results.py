@@ -1,6 +1,6 @@
 """Per-instance results -> the result of the decorated call: stacked, a list, or nested tensors.
 
->>> assemble(results, "stack", take)          # doctest: +SKIP
+>>> stack(Results(results), renumber, take)          # doctest: +SKIP
 tensor of shape [instances, *shape], or a pytree of them
 """
 
