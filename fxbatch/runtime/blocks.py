@@ -280,11 +280,6 @@ class Unrolled:
         results: tuple[torch.Tensor, ...] = self.graph_module(*arguments)
         return results
 
-    @property
-    def code(self) -> str:
-        """The emitted source."""
-        return self.graph_module.code
-
 
 def emit_unrolled(planner: Planner, program: Program, schedule: Schedule) -> Unrolled:
     """The unrolled module of a scheduled program."""
