@@ -265,9 +265,8 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     occurrence = np.arange(len(program))
     for match in matches:
         occurrence[match.calls] = match.calls[:, :1]
-    computed = program.inputs >= program.known
-    source = program.call_of_value[program.inputs[computed] - program.known]
-    reader = program.reader[computed]
+    source = program.makers(program.inputs)
+    source, reader = source[source >= 0], program.reader[source >= 0]
     outside = occurrence[source] != occurrence[reader]
     source, reader = source[outside], reader[outside]
     width = len(matches) + len(program.signatures)
@@ -281,10 +280,9 @@ def _recurrences(program: Program, matches: list[Match]) -> tuple[list[np.ndarra
     feeds[source[again]] = True
     ins, outs = [], []
     for number, match in enumerate(matches):
-        computed = match.values >= program.known
-        before = kind[program.call_of_value[np.maximum(match.values - program.known, 0)]]
-        external = np.array(match.block.wired) < 0
-        ins.append(((component[before] == component[number]) & computed & external).any(axis=0))
+        before = program.makers(match.values)
+        external = (before >= 0) & (np.array(match.block.wired) < 0)
+        ins.append(((component[kind[before]] == component[number]) & external).any(axis=0))
         outs.append(feeds[match.calls].any(axis=0))
     return ins, outs
 

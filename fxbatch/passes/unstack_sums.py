@@ -56,13 +56,12 @@ def summed_stacks(program: Program) -> np.ndarray:
     if not len(kinds):
         return np.zeros(len(program), dtype=bool)
     stacks, sums, modes = kinds[:, program.sig]
-    computed = program.inputs >= program.known
-    maker = program.call_of_value[program.inputs[computed] - program.known]
-    reader = program.reader[computed]
+    maker = program.makers(program.inputs)
+    maker, reader = maker[maker >= 0], program.reader[maker >= 0]
     fits = (sums[reader] > 0) & (modes[reader] == modes[maker])
     otherwise = np.bincount(maker[~fits], minlength=len(program)) > 0
-    results = program.outputs[program.outputs >= program.known] - program.known
-    otherwise[program.call_of_value[results]] = True
+    results = program.makers(program.outputs)
+    otherwise[results[results >= 0]] = True
     summed = (stacks > 0) & ~otherwise
     summed[reader[fits & summed[maker]]] = True
     return summed
@@ -81,9 +80,8 @@ class Unstacker:
             return program
         stacks, sums, modes = kinds[:, program.sig]  # of each call
         calls = np.flatnonzero(sums)
-        value = program.inputs[program.input_offsets[calls]]
-        calls, value = calls[value >= program.known], value[value >= program.known]
-        stack = program.call_of_value[value - program.known]
+        stack = program.makers(program.inputs[program.input_offsets[calls]])
+        calls, stack = calls[stack >= 0], stack[stack >= 0]
         fitting = (stacks[stack] > 0) & (modes[stack] == modes[calls])
         if not fitting.any():
             return program
