@@ -8,14 +8,8 @@ typedef void (*Sgemm)(const char *, const char *, const int *, const int *, cons
                       const int *, const float *, const int *, const float *, float *, const int *);
 static Sgemm sgemm;
 
-/* Of a product: out, start and a, each with its row, and b. */
 typedef struct {
-    void (*panels)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int,
-                   int64_t, int64_t, int64_t);
-    void (*by_panels)(float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, const float *, int64_t, int64_t,
-                      int64_t);
-    void (*dots)(float *, int64_t, const float *, int64_t, const float *, int64_t, const float *, int64_t, int64_t, int64_t,
-                 int64_t);
+    void (*panels)(const Product *), (*by_panels)(const Product *), (*dots)(const Product *);
     void (*pack)(float *, const float *, int64_t, int64_t, int64_t, int64_t);
     void (*clear)(float *, int64_t);
 } Tiles;
@@ -181,16 +175,12 @@ static void blas(const Product *x)
 
 static void ours(const Product *x)
 {
-    int turned = x->step_of_b != 1;
     if (x->row_of_b == BY_PANELS)
-        tiles->by_panels(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->step_of_a, x->b, x->rows,
-                         x->width, x->depth);
-    else if (turned && x->step_of_a == 1 && x->whole <= DOTS_MOST)
-        tiles->dots(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->b, x->step_of_b, x->rows, x->width,
-                    x->depth);
+        tiles->by_panels(x);
+    else if (x->step_of_b != 1 && x->step_of_a == 1 && x->whole <= DOTS_MOST)
+        tiles->dots(x);
     else
-        tiles->panels(x->out, x->row_of_out, x->start, x->row_of_start, x->a, x->row_of_a, x->step_of_a, x->b,
-                      turned ? x->step_of_b : x->row_of_b, turned, x->rows, x->width, x->depth);
+        tiles->panels(x);
 }
 
 void multiply(const Product *x)

@@ -189,28 +189,28 @@ static void TILE_OF(block)(float *out, int64_t so, const float *start, int64_t r
 }
 
 /* The same of whole panels that lie one after another: the next is fetched while one is multiplied. */
-static void TILE_OF(by_panels)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a,
-                               int64_t row_of_a, int64_t step_of_a, const float *b, int64_t rows, int64_t width, int64_t depth)
+static void TILE_OF(by_panels)(const Product *x)
 {
-    for (int64_t j = 0; j < width; j += COLUMNS) {
-        int64_t wide = width - j < COLUMNS ? width - j : COLUMNS;
-        const float *panel = b + j * depth;
-        TILE_OF(strip)(out + j, so, start ? start + j : NULL, row_of_start, a, row_of_a, step_of_a, panel, COLUMNS, rows, wide,
-                       depth, panel + COLUMNS * depth);
+    for (int64_t j = 0; j < x->width; j += COLUMNS) {
+        int64_t wide = x->width - j < COLUMNS ? x->width - j : COLUMNS;
+        const float *panel = x->b + j * x->depth;
+        TILE_OF(strip)(x->out + j, x->row_of_out, x->start ? x->start + j : NULL, x->row_of_start, x->a, x->row_of_a,
+                       x->step_of_a, panel, COLUMNS, x->rows, wide, x->depth, panel + COLUMNS * x->depth);
     }
 }
 
 /* The same, where a is larger than the second cache by blocks of its rows, so that they and the result stay there. */
-static void TILE_OF(panels)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t row_of_a,
-                            int64_t step_of_a, const float *b, int64_t ldb, int turned, int64_t rows, int64_t width,
-                            int64_t depth)
+static void TILE_OF(panels)(const Product *x)
 {
-    int64_t most = rows;
-    if (!turned && rows * depth > LARGE)
-        most = LARGE / 3 / depth > 8 * TILE_ROWS ? LARGE / 3 / depth / TILE_ROWS * TILE_ROWS : 8 * TILE_ROWS;
-    for (int64_t i = 0; i < rows; i += most)
-        TILE_OF(block)(out + i * so, so, start ? start + i * row_of_start : NULL, row_of_start, a + i * row_of_a, row_of_a,
-                       step_of_a, b, ldb, turned, rows - i < most ? rows - i : most, width, depth);
+    int64_t most = x->rows;
+    int turned = x->step_of_b != 1;
+    if (!turned && x->rows * x->depth > LARGE)
+        most = LARGE / 3 / x->depth > 8 * TILE_ROWS ? LARGE / 3 / x->depth / TILE_ROWS * TILE_ROWS : 8 * TILE_ROWS;
+    for (int64_t i = 0; i < x->rows; i += most)
+        TILE_OF(block)(x->out + i * x->row_of_out, x->row_of_out, x->start ? x->start + i * x->row_of_start : NULL,
+                       x->row_of_start, x->a + i * x->row_of_a, x->row_of_a, x->step_of_a, x->b,
+                       turned ? x->step_of_b : x->row_of_b, turned, x->rows - i < most ? x->rows - i : most, x->width,
+                       x->depth);
 }
 
 /* rows x 4 elements of out: rows of a by rows of b, added up in lanes and then across them. */
@@ -258,15 +258,15 @@ static inline __attribute__((always_inline)) void TILE_OF(dot)(const int rows, f
     }
 }
 
-static void TILE_OF(dots)(float *out, int64_t so, const float *start, int64_t row_of_start, const float *a, int64_t lda,
-                          const float *b, int64_t ldb, int64_t rows, int64_t width, int64_t depth)
+static void TILE_OF(dots)(const Product *x)
 {
+    const int64_t rows = x->rows;
 #define DOT(count)                                                                                                       \
-    TILE_OF(dot)(count, out + i * so + j, so, start ? start + i * row_of_start + j : NULL, row_of_start, a + i * lda, lda, w, \
-                 ldb, depth, columns)
-    for (int64_t j = 0; j < width; j += 4) {
-        int64_t columns = width - j < 4 ? width - j : 4, i = 0;
-        const float *w = b + j * ldb;
+    TILE_OF(dot)(count, x->out + i * x->row_of_out + j, x->row_of_out, x->start ? x->start + i * x->row_of_start + j : NULL, \
+                 x->row_of_start, x->a + i * x->row_of_a, x->row_of_a, w, x->step_of_b, x->depth, columns)
+    for (int64_t j = 0; j < x->width; j += 4) {
+        int64_t columns = x->width - j < 4 ? x->width - j : 4, i = 0;
+        const float *w = x->b + j * x->step_of_b;
         for (; i + DOT_ROWS <= rows; i += DOT_ROWS)
             DOT(DOT_ROWS);
 #if LANES == 16
