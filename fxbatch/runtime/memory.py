@@ -160,9 +160,10 @@ class Pieces:
             self.pool.give(piece)
 
 
-_NUMPY = frozenset(
-    {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-)  # what `tolist` gives the same numbers of
+_NUMPY = {  # what numpy has the same numbers of
+    torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
+    torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
+}  # fmt: skip
 _NOTHING = np.zeros(0, dtype=np.int64)
 _NO_PLACES = np.zeros((0, 3), dtype=np.int64)
 
@@ -417,12 +418,6 @@ class GradientRows(Pieces):
 
 # -- constants, the tensors and Python numbers that instances bring along
 
-# Tensors without dimensions are read one by one in half the time that stacking them takes.
-_NUMBERS = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64,
-    torch.bool: np.bool_,
-}  # fmt: skip
-
 
 def fill_constants(
     rows: Callable[[], torch.Tensor],
@@ -463,7 +458,8 @@ def fill_constants(
 def _host_column(
     signature: Signature, payload: Sequence[object], where: slice | np.ndarray
 ) -> np.ndarray | None:
-    """Tensors on the CPU without dimensions, or of one integer, as an array of their type; None for all others."""
+    """Tensors on the CPU without dimensions, or of one integer, as an array of their type, which takes half the time of
+    stacking them; None for all others."""
     kind = signature.outputs[0]
     if (
         (kind.shape and not holds_integer(kind))
@@ -471,7 +467,7 @@ def _host_column(
         or signature.operation.kind == "number"
     ):
         return None
-    dtype = _NUMBERS.get(kind.dtype)
+    dtype = _NUMPY.get(kind.dtype)
     if dtype is None:
         return None
     if type(payload) is IntegerColumn:
