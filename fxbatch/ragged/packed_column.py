@@ -86,12 +86,14 @@ class PackedColumn:
             tensor = self.tensor.index_select(0, torch.from_numpy(rows).to(self.tensor.device))
             return PackedColumn(tensor, self._layout, self._axes, lengths, len(places))
 
-    def stacked(self, places: np.ndarray, counts: Sequence[int]) -> PackedColumn:
-        """Stacks of the tensors at these places, so many in each; all have one shape."""
+    def stacked(self, places: np.ndarray, counts: Sequence[int], *, joined: bool = False) -> PackedColumn:
+        """Stacks of the tensors at these places, so many in each; all have one shape. joined: of one row each, which
+        are put together along that."""
         rows = self.taken(places)
         assert isinstance(rows, PackedColumn)
         sizes = Lengths(np.array(counts, dtype=np.int64), rows.tensor.device)
-        return PackedColumn(rows.tensor, PACKED, (0,), [sizes], len(counts))
+        tensor = rows.tensor.flatten(0, 1) if joined else rows.tensor
+        return PackedColumn(tensor, PACKED, (0,), [sizes], len(counts))
 
     def sizes(self, dims: Sequence[int]) -> list[np.ndarray] | None:
         """The sizes of these dimensions; None where other ones differ."""

@@ -56,6 +56,7 @@ FEW = 4  # calls, from which on one step for all takes less than one for each
 STACKS = 4  # of an instance on average
 SAVES = 40  # launches, from which on a segment of a phase is worth planning
 SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
+_OF_ROWS = (torch.stack, torch.cat)
 _VIEWS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape)
 
 
@@ -79,7 +80,7 @@ class CallFamily:
     calls: int = 0
     steps: int = 0
     checked: bool = False  # whether the function was compared with the calls one by one
-    stacks: bool = False  # `torch.stack` of rows, another number of them in each call
+    stacks: bool = False  # `torch.stack` or `torch.cat` of rows, another number of them in each call
 
     def types(self, types: Sequence[TensorSpec], template: Template | None) -> tuple[TensorSpec, ...]:
         """The types of what its function is given of the values of a call, and of its numbers: each as the size of a
@@ -109,8 +110,8 @@ class PackedCalls:
         recorder = arguments.recorder
         if not recorder.watches_operands or any_autocast():
             return None
-        if of == torch.stack:
-            return self._stack_entry(entries, arguments)
+        if of in _OF_ROWS and ((key := _rows_key(of, arguments)) is not None or of == torch.stack):
+            return self._entry_of_rows(entries, key, arguments)
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
         template, types = arguments.template(), arguments.types()
@@ -172,9 +173,11 @@ class PackedCalls:
             if family.function is not None and _fitting_sizes(family.function, types) is None:
                 del self.first[signature]
 
-    def _stack_entry(self, entries: dict[object, Any], arguments: CallArguments) -> Entry | None:
-        """An entry for a stack of rows, which is a tensor of its own size to what reads it."""
-        family: CallFamily | None = entries.get(_stack_key(arguments))
+    def _entry_of_rows(
+        self, entries: dict[object, Any], key: object, arguments: CallArguments
+    ) -> Entry | None:
+        """An entry for rows put together, which are a tensor of its own size to what reads it."""
+        family: CallFamily | None = entries.get(key)
         if family is None or len(family.members) < MEMBERS:
             return None
         count, like = len(arguments.values), family.members[0]
@@ -186,20 +189,18 @@ class PackedCalls:
             family.stacks = True
             self.families.append(family)
             self._take_over(entries, family, arguments)
-        row = like.signature.inputs[0]
+        row, whole = like.signature.inputs[0], like.signature.outputs[0]
+        shape = (count, *whole.shape[1:])
         signature = dataclasses.replace(
-            like.signature, inputs=(row,) * count,
-            outputs=(tensor_spec((count, *row.shape), row.dtype, row.device),),
+            like.signature, inputs=(row,) * count, outputs=(tensor_spec(shape, row.dtype, row.device),),
             arguments=arguments.template(), sizes=family,
         )  # fmt: skip
         table: SignatureTable = arguments.recorder.table
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
-    def _met_stack(
-        self, entries: dict[object, Any], arguments: CallArguments, pair: tuple[object, Entry]
+    def _met_rows(
+        self, entries: dict[object, Any], key: object, arguments: CallArguments, pair: tuple[object, Entry]
     ) -> None:
-        if (key := _stack_key(arguments)) is None:
-            return
         family: CallFamily = entries.setdefault(key, CallFamily())
         if len(family.members) < MEMBERS or len(arguments.values) >= LONG:
             family.keys.append(pair[0])
@@ -217,8 +218,9 @@ class PackedCalls:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands or any_autocast():
             return
-        if of == torch.stack:
-            self._met_stack(entries, arguments, pair)
+        if of in _OF_ROWS and (rows := _rows_key(of, arguments)) is not None:
+            self._met_rows(entries, rows, arguments, pair)
+        if of == torch.stack or (of == torch.cat and rows is not None):
             return
         family = self._family(entries, arguments, of)
         key, entry = pair
@@ -606,13 +608,14 @@ class _Resolution:
         return [next(rows if of_run else apart) for of_run in inside.tolist()]
 
     def stacks_of(self, calls: np.ndarray) -> Column:
-        """What these calls give, which stack rows: a packed column, where all rows are in one."""
+        """What these calls give, which put rows together: a packed column, where all rows are in one."""
+        function = self.program.signatures[self.program.sig[calls[0]]].operation.target
         offsets, inputs = self.program.input_offsets, self.program.inputs
         rows = [inputs[offsets[c] : offsets[c + 1]] for c in calls.tolist()]
         at = self.column_of(np.concatenate(rows))
         if at is None or not at[0].is_dense:
-            return [torch.stack(self.inputs_of(c)) for c in calls.tolist()]
-        return at[0].stacked(at[1], list(map(len, rows)))
+            return [function(self.inputs_of(c)) for c in calls.tolist()]
+        return at[0].stacked(at[1], list(map(len, rows)), joined=function == torch.cat)
 
     def inputs_of(self, c: int) -> list[torch.Tensor]:
         """The tensors that call `c` reads."""
@@ -798,15 +801,17 @@ def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
     return np.unique(program.reader[tensors.marks[program.inputs] & HELD_APART == HELD_APART])
 
 
-def _stack_key(arguments: Any) -> object:
-    """The key of the family of a stack along a new first dimension, of rows of one type; None for other stacks."""
+def _rows_key(of: object, arguments: Any) -> object:
+    """The key of the family of rows of one type that are put together along the first dimension, by `torch.stack` or by
+    `torch.cat` of tensors of one row each; None for other calls of these."""
     args, kwargs = arguments.args, arguments.kwargs
     dim = args[1] if len(args) == 2 else kwargs.get("dim", 0)
     types = set(arguments.types())
     plain = len(args) in (1, 2) and set(kwargs) <= {"dim"} and dim == 0
     if not plain or len(types) != 1 or len(args[0]) != len(arguments.values):
         return None
-    return "stack", types.pop()
+    row = types.pop()
+    return None if of == torch.cat and row.shape[:1] != (1,) else ("rows", of, row)
 
 
 def _sizes_in(

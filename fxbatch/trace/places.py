@@ -152,6 +152,15 @@ def _type_of(x: Any) -> Any:
     return (x.shape, x.dtype, x.device, type(x)) if plain else type(x)
 
 
+def without_sizes(places: list[Item], but: set[int]) -> list[Item]:
+    """These places of modules, where tensors that are plain attributes may have other sizes. but: ids of dictionaries
+    of modules whose sizes count."""
+    return [
+        x._replace(value=(x.value[0], tuple([t[3] if type(t) is tuple else t for t in x.value[1]])))
+        if x.kind == TYPES and id(x.holder) not in but else x for x in places
+    ]  # fmt: skip
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether what is in a place is what was there: the same object, or equal plain data."""
     return a is b or (type(a) is type(b) and type(a) in ATOMS and static_key(a) == static_key(b))

@@ -28,10 +28,10 @@ from fxbatch.trace import torch_functions
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
-from fxbatch.trace.module_state import ModulesMet, Owners, has_hooks, unchanged
+from fxbatch.trace.module_state import Examined, ModulesMet, Owners, has_hooks, unchanged
 from fxbatch.trace.operations import BodyRun
 from fxbatch.trace.phases import Phases
-from fxbatch.trace.places import Item, first_changed, versions_now, written_to
+from fxbatch.trace.places import Item, first_changed, versions_now, without_sizes, written_to
 from fxbatch.trace.state import _fast, modes_now, new_call_table, new_column, state, tracing
 from fxbatch.trace.table import CallArguments, Entry, SignatureTable, fix_uniform_numbers, operands_require
 from fxbatch.trace.user_line import at_line, user_line
@@ -122,7 +122,14 @@ class Knowledge:
         lasting = [x for x in self.examined.values() if x.lasts]  # others are to be looked at again
         if len(lasting) < len(self.examined):
             self.examined = {key: x for key, x in self.examined.items() if x.lasts}
-        self.places = [*(self.modules.places or ()), *(item for x in lasting for item in x.reads.items)]
+        of_operations = {
+            id(item.holder)
+            for x in lasting
+            if type(x) is Examined and not x.reason
+            for item in x.places or ()
+        }
+        of_modules = without_sizes(self.modules.places or [], of_operations)
+        self.places = [*of_modules, *(item for x in lasting for item in x.reads.items)]
         self.read = self.read_by_operations()
 
     def read_by_operations(self) -> list[Item]:

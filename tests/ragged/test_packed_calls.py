@@ -226,6 +226,55 @@ def test_stacks_of_what_packed_calls_give_are_taken_from_it_at_once(
     assert not asked
 
 
+class Labelled(nn.Module):
+    """A loss over the predictions at all nodes of a tree, each a tensor of one row; of one element, as scores are."""
+
+    def __init__(self, *, elements: bool) -> None:
+        super().__init__()
+        self.embed, self.join, self.out = (
+            nn.Embedding(50, 8),
+            nn.Linear(16, 8),
+            nn.Linear(8, 1 if elements else 5),
+        )
+        self.elements = elements
+
+    def node(self, words: torch.Tensor, rows: list[torch.Tensor]) -> torch.Tensor:
+        if len(words) == 1:
+            h = self.embed(words)
+        else:
+            middle = len(words) // 2
+            h = torch.tanh(
+                self.join(torch.cat([self.node(words[:middle], rows), self.node(words[middle:], rows)], 1))
+            )
+        rows.append(self.out(h).squeeze(0) if self.elements else self.out(h))
+        return h
+
+    @fxbatch.autobatch(out="list", adaptive=False)
+    def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows: list[torch.Tensor] = []
+        self.node(words, rows)
+        together = torch.cat(rows)
+        if self.elements:
+            return torch.softmax(together, 0)[-1], together.max()
+        labels = torch.arange(len(rows)) % 5
+        return nn.functional.cross_entropy(together, labels), together.max(1)[0].sum(), together[-1]
+
+
+@pytest.mark.parametrize("elements", [False, True])
+def test_rows_that_are_joined_are_a_tensor_of_their_own_size(elements: bool) -> None:
+    """`torch.cat` of tensors of one row each, another number of them for each tree."""
+    model = Labelled(elements=elements)
+    for number in range(4):
+        check_equal(model, [torch.randint(50, (n + number,)) for n in (3, 9, 12, 7, 5, 16)])
+    joined = [f for f in engine_of(model).packed_calls.families if f.stacks]
+    assert sum(f.calls for f in joined)
+    with torch.no_grad():
+        check_equal(model, [torch.randint(50, (n,)) for n in (4, 11, 6)], gradients=False)
+    before = sum(f.steps for f in joined)
+    model([torch.randint(50, (n,)) for n in (19, 23, 21, 17)])  # sizes that were never met
+    assert sum(f.steps for f in joined) == before + 1
+
+
 class WithoutGradients(Parser):
     """What is read of a packed value under `no_grad` meets calls with gradients."""
 

@@ -254,6 +254,45 @@ def test_calls_between_changes_of_the_grad_mode_take_the_short_way(recorded_by: 
         check_equal(model, list(torch.randn(5, 6, 4)))
 
 
+def keeps_labels(m: Any, x: Tensor) -> Any:
+    """A real tensor on the module, of another shape for each instance."""
+    m.labels = torch.arange(1 + int(10 * x.detach()[0, 0].abs()))
+    return torch.tanh(m.linear(x[0])).sum() + len(m.labels)
+
+
+def test_a_tensor_of_another_shape_on_the_module_forgets_nothing(recorded_by: str) -> None:
+    counts = long_calls_of(keeps_labels)
+    assert recorded_by == "python" or max(counts[2:]) == 0, counts
+
+
+class Masked(nn.Module):
+    """An operation that reads a tensor which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(4, 4), torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.mask
+
+
+def test_the_shape_of_a_tensor_that_an_operation_reads_counts() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = Masked()
+
+        @fxbatch.autobatch(out="list", adaptive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(torch.tanh(x))  # type: ignore[no-any-return]
+
+    model = Net()
+    for shape in ((4,), (1, 4), (2, 4), (4,)):
+        model.cell.mask = torch.randn(shape)
+        for _ in range(2):
+            check_equal(model, list(torch.randn(3, 4)))
+
+
 # -- places by several numbers ---------------------------------------------------------------------------
 
 
