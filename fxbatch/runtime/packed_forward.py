@@ -391,14 +391,6 @@ class _Body:
         self.count = count
         self.twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
         self.twin = structural_twin(root, self.twins)
-        met: set[tuple[int, str]] = set()
-        self.again: list[str] = []  # other names of tensors: of modules that are in several places
-        for name in names:
-            owner, _, attribute = name.rpartition(".")
-            place = id(self.twin.get_submodule(owner)), attribute
-            if place in met:
-                self.again.append(name)
-            met.add(place)
         self.spec: TreeSpec | None = None
         # Counters of BatchNorm layers that are in training.
         self.trackers: dict[str, torch.Tensor] | None = None
@@ -413,8 +405,6 @@ class _Body:
         leaves = [next(tensors_left) if x is _TENSOR_OF_ALL else x for x in filled]
         args, kwargs = closed(tree_unflatten(leaves, self.kind.spec))
         now = dict(zip(self.names, shared, strict=True))
-        for name in self.again:
-            del now[name]
         before = dict(now)
         for name in self.trackers or ():  # they count minibatches, when one has run
             owner, _, attribute = name.rpartition(".")

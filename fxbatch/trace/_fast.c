@@ -370,6 +370,14 @@ static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *cons
     return view;
 }
 
+static int has_value(PyObject *types)
+{
+    for (Py_ssize_t i = 0; PyTuple_CheckExact(types) && i < PyTuple_GET_SIZE(types); i++)
+        if (PyTuple_GET_ITEM(types, i) == (PyObject *)Value)
+            return 1;
+    return 0;
+}
+
 /* __torch_function__(func, types, args=(), kwargs=None) of values, and of bare parameters */
 static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
@@ -379,7 +387,9 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
         PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
         Py_ssize_t given_n = PyTuple_GET_SIZE(args[2]);
-        int is_like = pure == Py_None, of_real = is_like && given_n && Py_IS_TYPE(given[0], Tensor);
+        int is_like = pure == Py_None; /* these, and writes of parameters, may be calls of real tensors that go on being real */
+        int of_real = (pure || args[0] == setitem) && given_n && Py_IS_TYPE(given[0], Tensor) &&
+                      (is_like || !has_value(args[1]));
         if (given_n && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
             result = view_of_bare(current, args[0], given, given_n);
         if (!result && !of_real && !PyErr_Occurred())

@@ -70,7 +70,7 @@ class Examined:
         # By modes, then by what it was called with: an Entry or a reason.
         self.entries: dict[object, dict[object, Any]] = {}
         key: list[object] = []
-        for prefix, m in module.named_modules(remove_duplicate=False):
+        for prefix, m in module.named_modules():
             if has_hooks(m):
                 self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
             if isinstance(m, NormBase) and m.training and m.running_mean is not None:

@@ -294,10 +294,24 @@ def _examined(recorder: RecordedCalls, record: ModuleRecord) -> Examined:
             changed = first_changed(examined.reads.items)
             record.changed = record.changed if changed is None else changed.path
             examined = record.examined = Examined(record.module, examined.reads.again())
+        if not examined.reason and (name := _set_by_instances(recorder, record.module, examined)):
+            examined.reason = f"reads {name}, a tensor that instances set"
         recorder.has_examined(record, examined)
         if id(record.module) not in recorder.knowledge.modules.seen:  # it may change unseen
             recorder.lasts = False
     return examined
+
+
+def _set_by_instances(recorder: RecordedCalls, module: torch.nn.Module, examined: Examined) -> str:
+    """An attribute that the body reads to which instances give tensors of their own, "" where there is none."""
+    met = recorder.table.tensors_set
+    names = (
+        f"{type(m).__name__}.{n}"
+        for m in module.modules()
+        for n in met.get(id(m), ())
+        if n in examined.reads.names
+    )
+    return next(names, "") if met else ""
 
 
 def _note(recorder: RecordedCalls, module: torch.nn.Module, method: str | None, reason: str) -> None:

@@ -194,8 +194,11 @@ class RecordedCalls(Columns):
         known = self._recalled(roots) if recalls else None
         self.knowledge = known or Knowledge(roots)
         self.sync_modes()
+        self.plain_operands: dict[tuple[int, str], tuple[SharedOperand, torch.Tensor, int]] = {}
         if known is not None:
             self.operands = versions_now(known.modules.operands)
+            for examined in known.examined.values():
+                self._watch_plain_operands(examined)
             self.heard.parameters = known.modules.bare
         elif recalls:
             self.look_at_modules()
@@ -277,7 +280,8 @@ class RecordedCalls(Columns):
 
     def take_back_changes(self, error: TraceError) -> None:
         """The recording has failed: modules become what they were, and the error says whether they are."""
-        error.again = self.changes.undo() and written_to(self.operands) is None
+        undone = self.changes.undo()
+        error.again = undone and written_to(self.operands) is None and not self._changed_plain_operands()
         error.begun = self.changes.begun
 
     def forget_modules(self, module: torch.nn.Module | None = None) -> None:
@@ -298,6 +302,15 @@ class RecordedCalls(Columns):
         """It is known now what the operation of this module or function reads."""
         self.knowledge.examined[id(record)], self.knowledge.places = examined, None
         self.free_to_set.clear()
+        self._watch_plain_operands(examined)
+
+    def _watch_plain_operands(self, examined: object) -> None:
+        """Note how tensors are which are no parameters or buffers, but plain attributes of an operation's modules."""
+        if type(examined) is Examined and not examined.reason:
+            for o in examined.shared:
+                t = vars(o.owner).get(o.name)
+                if t is not None and not t.is_inference():
+                    self.plain_operands.setdefault(o.key, (o, t, t._version))
 
     def has_set(self, module: torch.nn.Module, name: str) -> None:
         """An attribute has been set: the change is noted."""
@@ -466,10 +479,15 @@ class RecordedCalls(Columns):
             )
 
     def operand_replaced(self, module: torch.nn.Module, name: str, new: torch.Tensor) -> None:
-        """A parameter or buffer is about to be another tensor: refused where a call has used the one before."""
-        for table in (module._parameters, module._buffers):
+        """A tensor of a module is about to be another one: refused where a call has used the one before."""
+        of_torch = name in module._parameters or name in module._buffers
+        if not of_torch and type(new) is torch.Tensor:
+            self.table.tensors_set.setdefault(id(module), set()).add(name)
+        for table in (module.__dict__, module._parameters, module._buffers):
             t = table.get(name)
-            if t is not None and t is not new and self._has_used(t):
+            if not isinstance(t, torch.Tensor) or t is new or not (of_torch or self.is_read(module, name)):
+                continue
+            if self._has_used(t):
                 raise TraceError(
                     f"{type(module).__name__}.{name} is replaced after a call has used it: all calls of a minibatch "
                     f"see the one of its end; keep it in a local variable, or in another attribute{at_line()}"
@@ -720,18 +738,27 @@ class RecordedCalls(Columns):
             )
         return columns
 
+    def _changed_plain_operands(self) -> list[tuple[int, str]]:
+        """Those of them that are others by now, or were written to."""
+        plain = self.plain_operands.items()
+        return [
+            k for k, (o, t, version) in plain if t._version != version or vars(o.owner).get(o.name) is not t
+        ]
+
     def _refuse_written_operands(self, sig: np.ndarray) -> None:
-        """A parameter or buffer that pending calls read must be as it was when the instances began."""
-        if not self.watches_operands or written_to(self.operands) is None:
+        """A parameter, buffer or other tensor of a module that pending calls read must be as it was when the instances
+        began."""
+        plain = self._changed_plain_operands() if self.watches_operands else ()
+        if not self.watches_operands or (written_to(self.operands) is None and not plain):
             return
-        changed = {id(t): name for name, t, version in self.operands if t._version != version}
+        changed = {id(t) for _, t, version in self.operands if t._version != version}
         for s in np.unique(sig).tolist():
             for operand in self.table.signatures[s].shared:
-                name = changed.get(id(operand.resolve()))
-                if name is not None:
+                if operand.key in plain or id(operand.resolve()) in changed:
                     raise InPlaceError(
-                        f"{name}, which {self.table.signatures[s].name} reads, was written to while instances ran: all "
-                        "instances share it, and its calls run after them; write to it outside of the forward"
+                        f"{type(operand.owner).__name__}.{operand.name}, which {self.table.signatures[s].name} reads, "
+                        "was written to while instances ran: all instances share it, and its calls run after them; "
+                        "write to it outside of the forward"
                     )
 
     @property

@@ -270,6 +270,9 @@ class SignatureTable:
         self.lifted: dict[int, Lifted] = {}
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[object, set[int]] = {}
+        self.tensors_set: dict[
+            int, set[str]
+        ] = {}  # attributes that instances give plain tensors, by id of the module
         self.filled: set[object] = set()  # calls of factories that give values (trace/writes.py)
         # Of these, whose tensors are used as they were made; None where values are asked for.
         self.used: set[object] | None = set()

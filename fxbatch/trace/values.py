@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -822,7 +823,7 @@ class WrittenTensor(torch.Tensor):
 def _attribute(asked: Any) -> str:
     """The name of the attribute that a `__get__` asks for: of a property, of what that calls, of an attribute of C."""
     while getattr(asked, "__name__", "__get__") == "__get__":
-        asked = asked.fget if isinstance(asked, property) else asked.__self__
+        asked = asked.fget if isinstance(asked, property) else inspect.unwrap(asked).__self__
     return str(asked.__name__)
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
+from fxbatch.errors import FxbatchError, InPlaceError
+from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.trace.module_changes import ModuleChanges
 from fxbatch.trace.recorded_calls import RecordedCalls
+from tests.oracle import check_equal
 from tests.trace.made import check_state, linear, model
 
 STEPS = 7
@@ -157,3 +160,77 @@ def test_weights_that_a_hook_sets_before_each_call_are_no_operations(monkeypatch
     assert not forgotten
     with fxbatch.disabled():
         torch.testing.assert_close(found, batched(xs))
+
+
+class Gated(nn.Module):
+    """An operation that reads a tensor which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = linear(), torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.gate
+
+
+class Setting(nn.Module):
+    def __init__(self, change: Callable[[Gated, Tensor], object], **options: Any) -> None:
+        super().__init__()
+        self.part, self.change = Gated(), change
+        kind = type("Batched", (Setting,), {"forward": fxbatch.autobatch(**options)(Setting.forward)})
+        self.__class__ = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.part(x)
+        self.change(self.part, x)
+        return before + self.part(x)  # type: ignore[no-any-return]
+
+
+def test_a_tensor_that_each_instance_sets_is_its_own() -> None:
+    """`self.part.gate = ...` before the call: all instances read the last one's."""
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.part = linear(), Gated()
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            self.part.gate = (x > 0).to(x.dtype).detach()
+            return self.part(torch.tanh(self.inner(x)))  # type: ignore[no-any-return]
+
+    model = Masks()
+    for _ in range(3):
+        check_equal(model, xs(5))
+
+
+CHANGES: dict[str, Callable[[Gated, Tensor], object]] = {
+    "set": lambda part, x: setattr(part, "gate", x.detach()),
+    "written": lambda part, x: part.gate.add_(x.detach()),
+    "item": lambda part, x: part.gate.__setitem__(0, 2.0),
+    "in the dictionary": lambda part, x: vars(part).update(gate=x.detach()),
+    "deleted": lambda part, x: (delattr(part, "gate"), setattr(part, "gate", x.detach())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_tensor_that_an_operation_has_read_stays_what_it_was(change: Callable[..., object]) -> None:
+    """Or it is an error: its calls run after the instances."""
+    with pytest.raises(FxbatchError, match=r"Gated\.gate"):
+        Setting(change, adaptive=False)(xs(5))
+
+
+@pytest.mark.parametrize("change", ["set", "deleted"])
+@pytest.mark.filterwarnings("ignore::fxbatch.errors.LoopWarning")
+def test_then_the_loop_runs_where_it_can_be_put_back(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    model, batch = Setting(CHANGES[change]), xs(9)
+    found = model(batch)
+    model.part.gate = torch.ones(4)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, model(batch))
+
+
+def test_where_it_can_not_be_put_back_that_is_an_error() -> None:
+    with pytest.raises(InPlaceError, match=r"Gated\.gate"):
+        Setting(CHANGES["written"])(xs(9))

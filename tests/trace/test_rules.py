@@ -514,3 +514,51 @@ def test_a_long_loop_of_other_lengths_is_recorded_by_its_parts(lengths: tuple[in
     xs = [torch.randn(n, 3) for n in lengths]
     torch.testing.assert_close(torch.cat(list(f(xs))), torch.cat([model(x) for x in xs]))
     assert sum("reader(" in row.signature for row in fxbatch.explain(f, xs).operations) == whole
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x))
+
+
+class Twice(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(2 * x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["same", "one wrapped", "both wrapped", "wrapper twice", "sequence"])
+def test_a_module_that_is_reached_by_two_names_is_in_one_operation(how: str) -> None:
+    layer = nn.Linear(4, 4)
+    wrapper = Wrapped(layer)
+    parts = {
+        "same": Twice(layer, layer), "one wrapped": Twice(wrapper, layer), "wrapper twice": Twice(wrapper, wrapper),
+        "both wrapped": Twice(wrapper, Wrapped(layer)), "sequence": nn.Sequential(layer, nn.ReLU(), layer),
+    }  # fmt: skip
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.part = nn.Embedding(6, 4), parts[how]
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, word: torch.Tensor) -> torch.Tensor:
+            return self.part(self.table(word)).sum()  # type: ignore[no-any-return]
+
+    model, words = Net().double(), list(torch.arange(6).view(6, 1))
+    found = model(words)
+    with fxbatch.disabled():
+        expected = model(words)
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(r.sum(), list(model.parameters())) for r in (found, expected)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    names = [row.operation for row in fxbatch.explain(model, words).operations]
+    assert not any("part." in name for name in names), names

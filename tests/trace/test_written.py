@@ -709,3 +709,49 @@ def test_a_real_tensor_of_the_type_of_a_value_stays_real(like: Callable[..., tor
     model = Mask()
     for _ in range(2):
         check_equal(model, [torch.randn(4) for _ in range(5)])
+
+
+@pytest.mark.parametrize("asked", [lambda t: t.data, lambda t: t.real, lambda t: t.data[0]])
+@pytest.mark.parametrize("write", [lambda t, h: t.__setitem__(0, h[0]), lambda t, h: t.add_(h)])
+def test_what_is_asked_of_a_tensor_that_was_written_to(
+    asked: Callable[[torch.Tensor], Any], write: Callable[[torch.Tensor, torch.Tensor], object]
+) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, count = self.lin(x), x.new_zeros(4, 4)[1]
+            write(count, h)
+            return (asked(count) * h).sum()
+
+    check_equal(Counter(), [torch.randn(4) for _ in range(5)])
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda m, t, i: t.__setitem__(0, m.lin.bias),
+        lambda m, t, i: t.__setitem__((0, slice(2, 6)), m.table.weight[i]),
+        lambda m, t, i: t.copy_(m.lin.bias),
+        lambda m, t, i: t.add_(m.lin.bias),
+        lambda m, t, i: t[0].add_(m.lin.bias),
+    ],
+)
+def test_a_parameter_that_is_written_to_a_real_tensor(write: Callable[..., object]) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.table = nn.Linear(8, 8), nn.Embedding(5, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, i: int) -> torch.Tensor:
+            x = torch.zeros(1 + i % 3, 8, dtype=self.lin.bias.dtype)
+            write(self, x, i)
+            return self.lin(x).sum()
+
+    model = Written()
+    for _ in range(2):
+        check_equal(model, list(range(5)))
