@@ -27,7 +27,6 @@ from fxbatch.ragged.lower import (
     Packed,
     Traced,
     layout_of,
-    operator_of,
     own_dimensions,
     shape_of,
 )
@@ -39,8 +38,6 @@ def _moved(e: Emitter, x: Packed, val: torch.Tensor, order: list[int]) -> Packed
     """Dimensions in another order: result dimension i is dimension order[i] of x."""
     axes = [a for a in order if a in x.axes]
     rest = [d for d in order if d not in x.axes]
-    if x.layout == WHOLE:
-        return Packed(e.line(f"{x.name}.permute({tuple(order)})"), WHOLE, shape_of(val), val.dtype)
     places = [0] if x.layout in (DENSE, PADDED) else []
     places += [x.place(d) for d in (*axes, *rest)]
     return e.packed(e.permuted(x.name, places), val)
@@ -77,7 +74,7 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if x.layout == WHOLE:
         if own_dimensions(shape):
             raise NoRule("a fixed tensor in a shape of its own")
-        return Packed(e.line(f"{x.name}.reshape({shape})"), WHOLE, shape, val.dtype)
+        return e.packed(f"{x.name}.reshape({shape})", val, WHOLE)
     axes = own_dimensions(shape)
     if node.target._schema.name == "aten::squeeze" and len(axes) != len(x.axes):
         raise NoRule("a size of its own is squeezed")
@@ -171,11 +168,9 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
 def _expand(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     shape = shape_of(val)
-    if x.layout == WHOLE and own_dimensions(shape):
-        x = e.to_dense(x)
-    if x.layout == WHOLE:
-        return Packed(e.line(f"{x.name}.expand({shape})"), WHOLE, shape, val.dtype)
-    name = e.aligned(x, shape)
+    if x.layout == WHOLE and not own_dimensions(shape):
+        return e.packed(f"{x.name}.expand({shape})", val, WHOLE)
+    name = e.aligned(e.to_dense(x), shape)
     rest = [d for d in shape if not depends(d)]
     return e.packed(f"{name}.expand({', '.join(map(str, (*e.leading(shape), *rest)))})", val)
 
@@ -189,8 +184,6 @@ def _select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if d not in x.axes:
         if depends(i):
             return _row_of_own_place(e, x, d, i, val)
-        if x.layout == WHOLE:
-            raise NoRule("a place of its own")
         return e.packed(f"{x.name}.select({x.place(d)}, {i})", val)
     one = _part(e, x, d, _start(e, i, e.lengths(x.shape[d])), e.lengths(1), 1)
     if x.layout == PACKED:
@@ -232,10 +225,8 @@ def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     d = a["dim"] % x.rank
     start = 0 if a["start"] is None else a["start"]
     if d not in x.axes:
-        if x.layout == WHOLE and (depends(start) or depends(a["end"])):
-            x = e.to_dense(x)
         if depends(start) or depends(a["end"]):
-            return _part_of_fixed(e, val, x, d, start, a["step"])
+            return _part_of_fixed(e, val, e.to_dense(x), d, start, a["step"])
         index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
         return e.packed(f"{x.name}[{index}]", val)
     shape = shape_of(val)
@@ -431,28 +422,19 @@ _FACTORIES = (
 def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A tensor made of a shape: as many rows as all instances have."""
     shape = shape_of(val)
-    axes = own_dimensions(shape)
-    target = operator_of(node)
-    random = torch.Tag.nondeterministic_seeded in target.tags
     if isinstance(a.get("self"), Packed):
         a["dtype"], a["device"] = val.dtype, Code("z.device")
-    rest = [str(d) for d in shape if not depends(d)]
-    lead = e.leading(shape) if axes or random or isinstance(a.get("self"), Packed) else []
     fill = a.get("fill_value")
-    if fill is not None and depends(fill):
-        if lead:
+    if depends(fill):
+        if own_dimensions(shape) or isinstance(a.get("self"), Packed):
             raise NoRule("filled with a size")
         filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
         return e.packed(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
-    if "size" not in a and not axes and not random and not isinstance(a.get("self"), Packed):
-        return Packed(e.line(e.call(target, a)), WHOLE, shape, val.dtype)
     if "size" not in a:
         raise NoRule("a factory of this kind")
-    a["size"] = Code(f"[{', '.join([*lead, *rest])}]")
-    code = e.call(target, a)
-    if not lead:
-        return Packed(e.line(code), WHOLE, shape, val.dtype)
-    return e.packed(code, val)
+    rest = [str(d) for d in shape if not depends(d)]
+    a["size"] = Code(f"[{', '.join([*e.leading(shape), *rest])}]")
+    return e.packed(e.call(node.target, a), val)
 
 
 @rule("arange")
@@ -460,9 +442,7 @@ def _arange(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     (length,) = shape_of(val)
     start, step = a.get("start", 0), a.get("step", 1)
     if not depends(length):
-        if depends(start):
-            raise NoRule("a range that begins with a size")
-        return Packed(e.line(e.call(node.target, a)), WHOLE, (length,), val.dtype)
+        raise NoRule("a range of sizes that is as long in all instances")
     if depends(step):
         raise NoRule("a range whose step is a size")
     size = e.lengths(length)
@@ -478,8 +458,6 @@ def _arange(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
 def _eye(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """The unit matrix; of an instance's own size it is one for all, as large as the largest."""
     shape = shape_of(val)
-    if not own_dimensions(shape):
-        return Packed(e.line(e.call(node.target, a)), WHOLE, shape, val.dtype)
     if len(own_dimensions(shape)) != 2:
         raise NoRule("a unit matrix with one size of its own")
     sizes = [f"{e.lengths(d)}.longest" for d in shape]
