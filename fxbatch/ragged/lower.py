@@ -104,6 +104,11 @@ def operator_of(node: fx.Node) -> torch._ops.OpOverload:
     return node.target
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of the operator that a node calls, without its namespace."""
+    return operator_of(node)._schema.name.rpartition("::")[2]
+
+
 def own_dimensions(shape: Sequence[object]) -> tuple[int, ...]:
     """Dimensions whose size differs between instances."""
     return tuple(i for i, e in enumerate(shape) if depends(e))
@@ -217,6 +222,10 @@ class Emitter:
             return self.line(f"z.sized({source})")
         return self._numbered(e, self.lengths_of, "L")
 
+    def rows_of(self, v: Packed) -> str:
+        """The Lengths of a packed value."""
+        return self.lengths(v.shape[v.axes[0]])
+
     def column(self, e: object) -> str:
         """A numpy column of an expression: one number per instance."""
         if source := self._by_values(e):
@@ -277,7 +286,7 @@ class Emitter:
         if v.layout in (WHOLE, DENSE):
             return v.name
         if v.layout == PACKED:
-            size = self.lengths(v.shape[v.axes[0]])
+            size = self.rows_of(v)
             name = self.line(f"{size}.{'pad' if v.axes[0] in clear else 'spread'}({v.name})")
         else:
             name = self.hidden(v, clear)
@@ -358,7 +367,7 @@ class Emitter:
             return self._expanded(self.filled(name, 3, v.rank - len(flat), rest), shape, axes)
         if v.layout != PACKED:
             raise NoRule("two sizes of its own meet one")
-        name = self.line(f"{self.lengths(v.shape[v.axes[0]])}.spread({v.name})")
+        name = self.line(f"{self.rows_of(v)}.spread({v.name})")
         name = self._squeezed(name, [2 + v.rest.index(d) for d in flat])
         name = self.line(f"{name}.unsqueeze({2 if mine[0] == axes[0] else 1})")
         other = axes[1] if mine[0] == axes[0] else axes[0]

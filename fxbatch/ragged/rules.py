@@ -32,6 +32,7 @@ from fxbatch.ragged.lower import (
     Rule,
     Traced,
     keeps_all,
+    name_of,
     operator_of,
     own_dimensions,
     shape_of,
@@ -133,9 +134,7 @@ def point(e: Emitter, node: fx.Node) -> Emitted:
     arguments = e.bound(node)
     results = results_of(node)
     shape = shape_of(results[0])
-    random = (
-        torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.name == "aten::dropout"
-    )
+    random = torch.Tag.nondeterministic_seeded in node.target.tags or name_of(node) == "dropout"
     columns = False
     first = next((v for v in tensors_of(e, node)), None)
     for name, x in arguments.items():
@@ -154,7 +153,7 @@ def point(e: Emitter, node: fx.Node) -> Emitted:
     target = operator_of(node)
     if "memory_format" in {a.name for a in target._schema.arguments}:
         arguments["memory_format"] = None
-        if target._schema.name == "aten::contiguous":
+        if name_of(node) == "contiguous":
             return e.packed(f"{arguments['self']}", results[0])
     return e.results(node, e.call(target, arguments))
 
@@ -162,7 +161,7 @@ def point(e: Emitter, node: fx.Node) -> Emitted:
 def _packet_call(e: Emitter, node: fx.Node, arguments: dict[str, Any]) -> str:
     """A call of an operator with a tensor where it has a number."""
     target = operator_of(node)
-    packet = getattr(torch.ops.aten, target._schema.name.removeprefix("aten::"))
+    packet = getattr(torch.ops.aten, name_of(node))
     parts = []
     named = False
     for a in target._schema.arguments:
@@ -282,7 +281,7 @@ def _reduced(e: Emitter, x: Packed, dims: list[int], first: str) -> tuple[str, s
     name = x.name
     if others:
         name = e.line(f"{name}.{first}({tuple(others)})")
-    return name, e.lengths(x.shape[x.axes[0]])
+    return name, e.rows_of(x)
 
 
 def _kept(e: Emitter, node: fx.Node, code: str, result: torch.Tensor | None = None) -> Packed:
@@ -351,9 +350,9 @@ def _of_products(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> str:
     rows, weight, bias = a["input"], a["weight"], a["bias"]
     if rows.layout != PACKED or rows.axes != x.axes or weight.layout != WHOLE or rows.dtype != x.dtype:
         return ""
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     operands = f"{rows.name}, {weight.name}, {bias.name if isinstance(bias, Packed) else 'None'}"
-    return f"{e.lengths(x.shape[x.axes[0]])}.of_products({operands}, {how!r})"
+    return f"{e.rows_of(x)}.of_products({operands}, {how!r})"
 
 
 @over("mean")
@@ -375,7 +374,7 @@ def _mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 
 @over("amax", "amin")
 def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, no_extreme(x.dtype, how[1:]), how)
     if [d for d in dims if d not in x.axes]:
@@ -386,13 +385,13 @@ def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 
 @over("max", "min")
 def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     if "dim" not in e.bound(node):
         return _extreme_of_all(e, node, x, how)
     if x.layout == PADDED:
         name = e.line(f"{_hidden(e, x, dims[0], how)}.{how}({x.place(dims[0])})")
         return tuple(_other_rows(e, f"{name}[{i}]", x, dims, t) for i, t in enumerate(node.meta["val"]))
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     name = e.line(f"{size}.none_empty().pad({x.name}, {no_extreme(x.dtype, how)}).{how}(1)")
     return tuple(_kept(e, node, f"{name}[{i}]", t) for i, t in enumerate(node.meta["val"]))
 
@@ -425,26 +424,26 @@ def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Emitted:
     """torch.max(x): its elements as one row each; equal ones share the gradient, as those of amax do."""
     if x.layout != PACKED:
         raise NoRule("an extreme of all elements of two sizes of its own")
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     operands = f"{x.name}, {no_extreme(x.dtype, how)}, {how!r}"
     return e.packed(f"{size}.none_empty().extreme_of_all({operands})", node.meta["val"])
 
 
 @over("argmax", "argmin")
 def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     if x.layout == PADDED and len(dims) == 1:
         name = e.line(f"{_hidden(e, x, dims[0], how[3:])}.{how}({x.place(dims[0])})")
         return _other_rows(e, name, x, dims, node.meta["val"])
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("a place among all elements")
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     return _kept(e, node, f"{size}.none_empty().pad({x.name}, {no_extreme(x.dtype, how[3:])}).{how}(1)")
 
 
 @over("any", "all")
 def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     fill = "False" if how == "any" else "True"
     name = e.line(f"({x.name} != 0)")
     x = Packed(name, x.layout, x.shape, torch.bool)
@@ -461,13 +460,13 @@ def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted
     if x.layout != PACKED:
         raise NoRule("no own size")
     places = (1, *[x.place(d) + 1 for d in dims if d not in x.axes])
-    padded = f"{e.lengths(x.shape[x.axes[0]])}.pad({x.name}, float('-inf'))"
+    padded = f"{e.rows_of(x)}.pad({x.name}, float('-inf'))"
     return _kept(e, node, f"{padded}.logsumexp({places})")
 
 
 @over("softmax", "log_softmax", "_softmax", "_log_softmax")
 def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::").lstrip("_")
+    how = name_of(node).lstrip("_")
     dtype = node.meta["val"].dtype
     start = x.name if x.dtype == dtype else f"{x.name}.to({e.const(dtype)})"
     size = e.lengths(x.shape[dims[0]])
@@ -483,15 +482,15 @@ def _softmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _prod(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED or dims != list(x.axes) or x.dtype != node.meta["val"].dtype:
         raise NoRule("a product of more than the rows")
-    return _kept(e, node, f"{e.const(product_of_rows)}({x.name}, {e.lengths(x.shape[x.axes[0]])}, 'prod')")
+    return _kept(e, node, f"{e.const(product_of_rows)}({x.name}, {e.rows_of(x)}, 'prod')")
 
 
 def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """prod or cumprod along a dimension of fixed size."""
-    how, val = node.target._schema.name.removeprefix("aten::"), node.meta["val"]
+    how, val = name_of(node), node.meta["val"]
     if x.layout == PADDED or not x.rank or x.dtype != val.dtype or len(dims) != 1:
         raise NoRule("a product in another layout or type")
-    sizes = f"{e.lengths(x.shape[x.axes[0]])}.list" if x.layout == PACKED else "[1] * n"
+    sizes = f"{e.rows_of(x)}.list" if x.layout == PACKED else "[1] * n"
     result = e.line(f"{e.const(product)}({x.name}, {sizes}, {x.place(dims[0])}, {how!r})")
     if e.bound(node).get("keepdim"):
         result = e.line(f"{result}.unsqueeze({x.place(dims[0])})")
@@ -519,7 +518,7 @@ def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 
 @over("var_mean", "std_mean")
 def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = node.target._schema.name.removeprefix("aten::").removesuffix("_mean")
+    how = name_of(node).removesuffix("_mean")
     values = zip(_variance(e, node, x, dims, how), node.meta["val"], strict=True)
     return tuple(_kept(e, node, name, t) for name, t in values)
 
@@ -528,14 +527,14 @@ def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED:
         raise NoRule("two sizes of its own")
-    name = e.line(f"{x.name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.reversed)")
+    name = e.line(f"{x.name}.index_select(0, {e.rows_of(x)}.reversed)")
     others = [x.place(d) for d in dims if d not in x.axes]
     return e.packed(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
 
 
 @over("var", "std")
 def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    return _kept(e, node, _variance(e, node, x, dims, node.target._schema.name.removeprefix("aten::"))[0])
+    return _kept(e, node, _variance(e, node, x, dims, name_of(node))[0])
 
 
 def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -> tuple[str, str]:
@@ -547,7 +546,7 @@ def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -
         raise NoRule("a variance of complex numbers")
     correction = arguments.get("correction", 1 if arguments.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     mean = e.line(f"{size}.divided({size}.sum({x.name}), 1)")
     return e.line(f"{size}.variance({x.name}, {float(correction)}, {how!r})"), mean
 
@@ -567,7 +566,7 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
             call = f"{e.const(norm)}({{}}, {order}, {{}}, {_along(e, x, dims)})"
         return _masked_reduction(e, node, x, dims, "0", call)
     others = [x.place(d) for d in dims if d not in x.axes]
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
     if others and len(others) != x.rank - 1:
         raise NoRule("this norm over rows and some columns")
@@ -613,7 +612,7 @@ def _group_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted
     of_all = a.get("use_input_stats") is False or a.get("running_mean") is not None
     if x.layout != PACKED or x.axes[0] < 2 or of_all:
         raise NoRule("groups of this form")
-    size = e.lengths(x.shape[x.axes[0]])
+    size = e.rows_of(x)
     groups = a.get("num_groups", x.shape[1])  # an instance's: a channel each
     operands = weights_code(a["weight"], a["bias"])
     return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", val)

@@ -51,7 +51,7 @@ def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> st
         raise NoRule("indices with two sizes of their own")
     if index.dtype == torch.bool:
         raise NoRule("a mask")
-    sizes = e.lengths(index.shape[index.axes[0]]) if index.layout == PACKED else None
+    sizes = e.rows_of(index) if index.layout == PACKED else None
     return e.line(f"z.rows({size}, {index.name}, {sizes}, {from_end})")
 
 

@@ -21,6 +21,7 @@ from fxbatch.ragged.lower import (
     NoRule,
     Packed,
     Traced,
+    name_of,
     own_dimensions,
     shape_of,
 )
@@ -48,8 +49,7 @@ def _matmul(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
 
 @rule("addmm", "addbmm", "baddbmm", "addmv")
 def _addmm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    name = node.target._schema.name
-    if name == "aten::addbmm":
+    if name_of(node) == "addbmm":
         raise NoRule("a sum over products")
     left, right = a.get("mat1", a.get("batch1", a.get("mat"))), a.get("mat2", a.get("batch2", a.get("vec")))
     product_code = product(e, left, right, val)

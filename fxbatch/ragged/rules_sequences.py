@@ -7,6 +7,7 @@ are summed.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
     PADDED,
-    WHOLE,
     Arguments,
     Code,
     Emitted,
@@ -25,6 +25,7 @@ from fxbatch.ragged.lower import (
     NoRule,
     Packed,
     Traced,
+    name_of,
     operator_of,
     own_dimensions,
     shape_of,
@@ -37,24 +38,21 @@ from fxbatch.ragged.whole_tensor import product_of_rows, topk
 
 @rule(*NAMES, space="fxbatch_ragged")
 def _recurrent(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    target = operator_of(node)
     x = e.to_dense(a["input"])
     time = 1 if a["batch_first"] else 0
     if x.axes != (time,) or x.shape[1 - time] != 1:
         raise NoRule("no rows of its own as the steps of one sequence")
     many = isinstance(a["hx"], (list, tuple))
     states = [e.to_dense(h) for h in (a["hx"] if many else [a["hx"]])]
-    if any(h.axes for h in states) or any(isinstance(w, Packed) and w.layout != WHOLE for w in a["params"]):
-        raise NoRule("weights or states of their own sizes")
+    if any(h.axes for h in states):
+        raise NoRule("states of their own sizes")
     size = e.lengths(x.shape[time])
-    first = [f"{h.name}.squeeze(2)" for h in states]  # [n, layers, 1, h]
-    params = f"[{', '.join(w.name for w in a['params'])}]"
-    name = target._schema.name.rpartition("::")[2]
-    rest = ", ".join(
-        e.source(a[k]) for k in ("has_biases", "num_layers", "dropout", "train", "bidirectional")
-    )
+    first = ", ".join(f"{h.name}.squeeze(2)" for h in states)  # [n, layers, 1, h]
+    params = weights_code(*a["params"])
+    names = ("has_biases", "num_layers", "dropout", "train", "bidirectional")
+    operands = f"{size}, {x.name}.reshape({size}.total, -1), [{first}], [{params}]"
     line = e.line(
-        f"z.recurrent({name!r}, {size}, {x.name}.reshape({size}.total, -1), [{', '.join(first)}], {params}, {rest})"
+        f"z.recurrent({name_of(node)!r}, {operands}, {', '.join(e.source(a[name]) for name in names)})"
     )
     rows = e.packed(f"{line}[0].unsqueeze(1)", val[0])
     ends = [e.packed(f"{line}[{i + 1}]", t) for i, t in enumerate(val[1:])]
@@ -66,9 +64,7 @@ def _cell(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Cells act on each row."""
     many = isinstance(a["hx"], (list, tuple))
     x, *states = [e.to_dense(v) for v in (a["input"], *(a["hx"] if many else [a["hx"]]))]
-    weights = [v for name, v in a.items() if name[:2] in ("w_", "b_")]
-    if any(isinstance(w, Packed) and w.layout != WHOLE for w in weights) or x.layout not in (DENSE, PACKED):
-        raise NoRule("weights of each instance")
+    weights_code(*[v for name, v in a.items() if name[:2] in ("w_", "b_")])
     if x.rank != 2 or 1 in x.axes or any(h.shape[0] != x.shape[0] or h.layout != x.layout for h in states):
         raise NoRule("states that are no rows beside those of the input")
     rows = [v.name if v.layout == PACKED else e.line(f"{v.name}.flatten(0, 1)") for v in (x, *states)]
@@ -85,8 +81,6 @@ def _conv1d(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, weight, bias = e.to_dense(a["input"]), a["weight"], a["bias"]
     operands = weights_code(weight, bias)
     time = x.rank - 1
-    if not x.axes:
-        raise NoRule("no size of its own")
     if x.axes != (time,) or (x.rank == 3 and x.shape[0] != 1):
         raise NoRule("a convolution over something else than one sequence")
     stride, dilation = int(a["stride"][0]), int(a["dilation"][0])
@@ -146,11 +140,16 @@ def _max_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     flat = x.axes == (time,) and x.shape[time - 1] == 1 and kernel[0] == 1 and padding[0] == 0
     if not flat or not own_dimensions(shape_of(val[0])) or a["ceil_mode"]:
         raise NoRule("pooling of this kind")
-    if any(len(user.users) for user in node.users if user.args[1] != 0):
-        raise NoRule("the places of what is pooled")
+    _refuse_readers(node, "the places of what is pooled")
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val[0])[time])
     operands = f"{size}, {out}, {x.name}, {kernel[1]}, {padding[1]}, {stride[1]}, {dilation[1]}"
     return (e.packed(f"z.windows({operands}, {no_extreme(x.dtype, 'max')}).max(1)[0]", val[0]), None)
+
+
+def _refuse_readers(node: fx.Node, of: str) -> None:
+    """Raises where more is read than the first result of a node."""
+    if any(len(user.users) for user in node.users if user.args[1] != 0):
+        raise NoRule(of)
 
 
 @rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -161,8 +160,8 @@ def _adaptive_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emit
     mean = isinstance(val, torch.Tensor)
     if x.axes != (time,) or x.shape[time - 1] != 1 or height != 1 or depends(bins):
         raise NoRule("pooling of this kind")
-    if not mean and any(len(user.users) for user in node.users if user.args[1] != 0):
-        raise NoRule("the places of what is pooled")
+    if not mean:
+        _refuse_readers(node, "the places of what is pooled")
     size = e.lengths(x.shape[time])
     how = "'mean'" if mean else f"'max', {no_extreme(x.dtype, 'max')}"
     name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
@@ -176,7 +175,7 @@ def _adaptive_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emit
 def _running(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Running sums, products and extremes: what follows a row is not in it, so padding may be anything that leaves
     what is computed of it finite."""
-    how = node.target._schema.name.removeprefix("aten::")
+    how = name_of(node)
     val = node.meta["val"]
     if x.layout == PADDED and how in ("cumsum", "logcumsumexp") and x.dtype == val.dtype:
         return e.packed(f"{x.name}.{how}({x.place(dims[0])})", val)
@@ -289,9 +288,7 @@ def _reduced(
     axes = own_dimensions(shape)
     if len(axes) > 1:
         raise NoRule("a loss over two sizes of its own")
-    fixed = 1
-    for d in shape:
-        fixed *= 1 if depends(d) else int(d)
+    fixed = math.prod(int(d) for d in shape if not depends(d))
 
     def total(elements: str) -> str:
         flat = e.line(f"{elements}.reshape({elements}.shape[0], -1).sum(1)")
@@ -350,8 +347,7 @@ def _nll(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     reduced = _reduced(e, name, target.shape, a["reduction"], first, weights)
     if not isinstance(val, (tuple, list)):
         return reduced
-    if any(len(user.users) for user in node.users if user.args[1] != 0):
-        raise NoRule("the total weight of a loss")
+    _refuse_readers(node, "the total weight of a loss")
     return (reduced, None)
 
 

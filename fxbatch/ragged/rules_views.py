@@ -27,6 +27,7 @@ from fxbatch.ragged.lower import (
     Packed,
     Traced,
     layout_of,
+    name_of,
     own_dimensions,
     shape_of,
 )
@@ -76,7 +77,7 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
             raise NoRule("a fixed tensor in a shape of its own")
         return e.packed(f"{x.name}.reshape({shape})", val, WHOLE)
     axes = own_dimensions(shape)
-    if node.target._schema.name == "aten::squeeze" and len(axes) != len(x.axes):
+    if name_of(node) == "squeeze" and len(axes) != len(x.axes):
         raise NoRule("a size of its own is squeezed")
     if x.layout == DENSE and not axes:
         return e.packed(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
@@ -491,7 +492,7 @@ def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     name = x.name
     if x.axes and times[lead + x.axes[0]] != 1:
         out = e.lengths(shape_of(val)[lead + x.axes[0]])
-        name = e.line(f"{name}.index_select(0, {e.lengths(x.shape[x.axes[0]])}.again({out}))")
+        name = e.line(f"{name}.index_select(0, {e.rows_of(x)}.again({out}))")
     for _ in range(lead):
         name = e.line(f"{name}.unsqueeze(1)")
     counts = [1, *times[:lead], *[times[lead + d] for d in x.rest]]
@@ -520,7 +521,7 @@ def _diagonal_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> E
 def _triangle(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
-        how = node.target._schema.name.removeprefix("aten::")
+        how = name_of(node)
         if x.rank > 2:
             raise NoRule("triangles in more than two dimensions")
         return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", val)
