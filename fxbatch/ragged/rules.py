@@ -457,8 +457,6 @@ def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _logsumexp(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, "float('-inf')", "logsumexp")
-    if x.layout != PACKED:
-        raise NoRule("no own size")
     places = (1, *[x.place(d) + 1 for d in dims if d not in x.axes])
     padded = f"{e.rows_of(x)}.pad({x.name}, float('-inf'))"
     return _kept(e, node, f"{padded}.logsumexp({places})")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxbatch.ragged.expressions import depends
+from fxbatch.ragged.expressions import Shape, depends
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -43,6 +43,12 @@ def table_of(e: Emitter, x: Packed, d: int) -> tuple[str, str]:
     name = x.name if d == 0 else e.line(f"{x.name}.movedim({d + 1}, 1)")
     size = e.lengths(int(x.shape[d]))
     return e.line(f"{name}.reshape({size}.total, *{name}.shape[2:])"), size
+
+
+def _aligned_rows(e: Emitter, x: Packed, shape: Shape, d: int) -> str:
+    """The rows along dimension d of what x is where it meets a value of this shape."""
+    x = e.to_dense(x)
+    return table_of(e, Packed(e.aligned(x, shape), layout_of(shape), shape, x.dtype), d)[0]
 
 
 def _rows(e: Emitter, index: Packed, size: str, *, from_end: bool = False) -> str:
@@ -170,12 +176,10 @@ def _index_add(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % x.rank
     table, size = table_of(e, x, d)
-    source = a.get("source")
-    if isinstance(source, Packed):
-        wanted = (*x.shape[:d], index.shape[0], *x.shape[d + 1 :])
-        source = e.to_dense(source)
-        aligned = Packed(e.aligned(source, wanted), source.layout, wanted, source.dtype)
-        a["source"] = Code(table_of(e, aligned, d)[0])
+    if "source" in a:
+        a["source"] = Code(
+            _aligned_rows(e, a["source"], (*x.shape[:d], index.shape[0], *x.shape[d + 1 :]), d)
+        )
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)
@@ -196,10 +200,7 @@ def _index_put(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
     table, size = table_of(e, x, 0)
-    wanted = (index.shape[0], *x.shape[1:])
-    values = e.to_dense(a["values"])
-    name = e.aligned(values, wanted)
-    source, _ = table_of(e, Packed(name, layout_of(wanted), wanted, values.dtype), 0)
+    source = _aligned_rows(e, a["values"], (index.shape[0], *x.shape[1:]), 0)
     rows = e.line(f"{_rows(e, index, size, from_end=True)}.reshape(-1)")
     if not a["accumulate"]:
         code = f"{table}.index_put(({rows},), {source})"
@@ -237,18 +238,14 @@ def _put_elements(e: Emitter, a: Arguments, val: torch.Tensor, x: Packed, indice
 def _gather(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, index = e.to_dense(a["self"]), e.to_dense(a["index"])
     d = a["dim"] % max(x.rank, 1)
-    if d in x.axes or (d in index.axes):
-        if index.axes not in ((d,), ()) or x.layout == PADDED:
-            raise NoRule("two sizes of its own")
-        _same_others(e, x, index, d)
+    if _crosses_rows(e, x, index, d):
         table, size = table_of(e, x, d)
-        rows = _flat(e, index, d, _rows(e, index, size))
+        rows = flat(e, index, d, _rows(e, index, size))
         return e.of_rows(e.line(f"{table}.gather(0, {rows})"), d, val)
-    _same_others(e, x, index, d)
     return e.packed(f"{x.name}.gather({x.place(d)}, {index.name})", val)
 
 
-def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
+def flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
     """Rows of the table for each element, the indices along d of all instances one after another."""
     if index.layout == PACKED:
         return rows
@@ -256,12 +253,17 @@ def _flat(e: Emitter, index: Packed, d: int, rows: str) -> str:
     return e.line(f"{name}.flatten(0, 1)")
 
 
-def _same_others(e: Emitter, x: Packed, index: Packed, d: int) -> None:
-    """torch.gather may be given fewer indices than x has elsewhere; rows of all instances must be as many."""
+def _crosses_rows(e: Emitter, x: Packed, index: Packed, d: int) -> bool:
+    """Whether indices along d are of rows of the instances. torch.gather may be given fewer indices than x has
+    elsewhere; rows of all instances must be as many."""
+    crosses = d in x.axes or d in index.axes
+    if crosses and (index.axes not in ((d,), ()) or x.layout == PADDED):
+        raise NoRule("two sizes of its own")
     for i in range(x.rank):
         differs = depends(x.shape[i]) or depends(index.shape[i])
         if i != d and differs and not e.graph.equal(x.shape[i], index.shape[i]):
             raise NoRule("fewer indices than rows")
+    return crosses
 
 
 @rule("scatter_add", "scatter", "scatter_reduce")
@@ -274,14 +276,11 @@ def _scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         if not all(e.graph.equal(a, b) for a, b in zip(source.shape, index.shape, strict=True)):
             raise NoRule("fewer indices than sources")
         a["src"] = source
-    _same_others(e, x, index, d)
-    if d in x.axes or d in index.axes:
-        if index.axes not in ((d,), ()) or x.layout == PADDED:
-            raise NoRule("two sizes of its own")
+    if _crosses_rows(e, x, index, d):
         table, size = table_of(e, x, d)
-        a["index"] = Code(_flat(e, index, d, _rows(e, index, size)))
+        a["index"] = Code(flat(e, index, d, _rows(e, index, size)))
         if isinstance(source, Packed):
-            a["src"] = Code(_flat(e, source, d, source.name))
+            a["src"] = Code(flat(e, source, d, source.name))
         a["self"], a["dim"] = Code(table), 0
         return e.of_rows(e.line(e.call(node.target, a)), d, val)
     a["self"], a["dim"], a["index"] = x, x.place(d), index

@@ -148,7 +148,9 @@ def _attention(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     mask_code = _mask(e, mask, q.shape[:-2]) if isinstance(mask, Packed) else "None"
     how = f"{e.source(a['dropout_p'])}, {bool(a['is_causal'])}, {e.source(a['scale'])}"
     name = e.line(f"z.attention({', '.join(names)}, {e.lengths(k.shape[-2])}, {mask_code}, {how})")
-    return e.gathered(e.line(f"{name}.reshape(n, {_outer(val, name)})"), val)
+    *heads, _, features = shape_of(val)
+    shape = ", ".join(map(str, ("n", *heads, f"{name}.shape[-2]", features)))
+    return e.gathered(e.line(f"{name}.reshape({shape})"), val)
 
 
 def _of_items(q: Packed, k: Packed, v: Packed, mask: Packed | None) -> bool:
@@ -160,11 +162,6 @@ def _of_items(q: Packed, k: Packed, v: Packed, mask: Packed | None) -> bool:
     if mask is None or mask.layout == WHOLE:
         return mask is None or mask.rank < 4
     return mask.layout == PACKED and mask.axes == (0,) and mask.rank == 4
-
-
-def _outer(val: torch.Tensor, name: str) -> str:
-    shape = shape_of(val)
-    return ", ".join(f"{name}.shape[-2]" if i == len(shape) - 2 else str(d) for i, d in enumerate(shape))
 
 
 def _heads(e: Emitter, x: Packed) -> str:

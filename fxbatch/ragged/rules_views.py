@@ -32,7 +32,7 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.rules import rule
-from fxbatch.ragged.rules_indices import table_of
+from fxbatch.ragged.rules_indices import flat, table_of
 
 
 def _moved(e: Emitter, x: Packed, val: torch.Tensor, order: list[int]) -> Packed:
@@ -220,11 +220,16 @@ def _start(e: Emitter, i: Size, size: str) -> str:
     return str(i) if i >= 0 else f"{size}.sizes + {i}"
 
 
+def _begin(e: Emitter, start: Size, size: str) -> str:
+    """The first element of a slice, which is no error where there are fewer."""
+    return f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+
+
 @rule("slice")
 def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["self"]
     d = a["dim"] % x.rank
-    start = 0 if a["start"] is None else a["start"]
+    start = a["start"] or 0
     if d not in x.axes:
         if depends(start) or depends(a["end"]):
             return _part_of_fixed(e, val, e.to_dense(x), d, start, a["step"])
@@ -234,16 +239,16 @@ def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if shape[d] == x.shape[d] and a["step"] == 1:
         return e.packed(x.name, val)
     size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
-    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    begin = _begin(e, start, size)
     if x.layout == PADDED and not depends(shape[d]):
         raise NoRule("a part of one of two sizes of its own, as long in all instances")
     return e.of_rows(_part(e, x, d, begin, out, a["step"]), d, val)
 
 
-def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: object, step: int) -> Packed:
+def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: Size, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
-    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+    begin = _begin(e, start, size)
     if x.layout == PACKED:
         place = own_dimensions(shape_of(val)).index(d) + 1
         return e.packed(
@@ -316,9 +321,9 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
 @rule("slice_scatter")
 def _slice_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """`x[1:3] = y` as a function."""
-    x, y = e.to_dense(a["self"]), a["src"]
+    x, y = e.to_dense(a["self"]), e.to_dense(a["src"])
     d = a["dim"] % x.rank
-    start = 0 if a["start"] is None else a["start"]
+    start = a["start"] or 0
     if d not in x.axes:
         if depends(start) or depends(a["end"]):
             raise NoRule("a slice of its own")
@@ -328,12 +333,8 @@ def _slice_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emit
     if x.layout != PACKED:
         raise NoRule("a slice of one of two sizes of its own")
     size, out = e.lengths(x.shape[d]), e.lengths(y.shape[d])
-    begin = f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
-    wanted = _with(x.shape, d, y.shape[d])
-    source = e.aligned(e.to_dense(y), wanted)
-    if not depends(y.shape[d]):
-        source = source if d == 0 else e.line(f"{source}.movedim({d + 1}, 1)")
-        source = e.line(f"{source}.flatten(0, 1)")
+    begin = _begin(e, start, size)
+    source = flat(e, y, d, e.aligned(y, _with(x.shape, d, y.shape[d])))
     rows = f"{size}.taken({begin}, {out}, {a['step']})"
     return e.packed(f"{x.name}.index_copy(0, {rows}, {source}.expand({out}.total, *{x.name}.shape[1:]))", val)
 
@@ -396,9 +397,8 @@ def _constant_pad(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitt
                 continue
             name = e.line(f"z.padded_rows({name}, {size}, {out}, {first}, {value})")
             if not depends(shape_of(val)[d]):
-                name = e.line(f"{name}.reshape(n, {shape_of(val)[d]}, *{name}.shape[1:])")
-                name = name if d == 0 else e.line(f"{name}.movedim(1, {d + 1})")
-                x = Packed(name, DENSE, (*x.shape[:d], shape_of(val)[d], *x.shape[d + 1 :]), x.dtype)
+                x = e.of_rows(name, d, val)
+                name = x.name
                 ends[d] = (0, 0)
     rank = x.rank + 1 - (len(x.axes) if x.layout == PACKED else 0)
     flat = [0] * (2 * rank)

@@ -177,7 +177,7 @@ class SizedGraph:
         values = dict(zip(self.symbols, example, strict=True))
         same = sympy.sympify(a).subs(values) == sympy.sympify(b).subs(values)
         if same:
-            self.assumed.append(sympy.Eq(sympy.sympify(a), sympy.sympify(b)))
+            self.assume(sympy.Eq(a, b))
         return bool(same)
 
     def _adds_region(self, sizes: tuple[int, ...]) -> bool:
