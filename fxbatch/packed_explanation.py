@@ -82,7 +82,7 @@ def explain_packed(engine: Engine, fn: Any, name: str, instances: Sequence[Any])
         lines.append(f"packed: {text}: {nodes} operators for {z.n} instances; {padding_text(z)}")
         unbatched += [
             UnbatchedRow(target, f"{reason}: instance by instance inside the forward", "", z.n)
-            for target, reason in variant.function.lowered.alone
+            for target, reason in variant.function.lowered.alone.values()
         ]
     by_themselves = len(instances) - sum(row.calls for row in rows)
     if by_themselves:
@@ -112,6 +112,6 @@ def packed_call_lines(engine: Engine) -> list[str]:
         lines.append(f"packed: {text}: {family.calls} calls ran as {family.steps} so far")
         lines += [
             f"packed: {text}: {t} runs instance by instance: {why}"
-            for t, why in family.function.lowered.alone
+            for t, why in family.function.lowered.alone.values()
         ]
     return lines

@@ -90,6 +90,3 @@ def trackers(root: torch.nn.Module) -> dict[str, torch.Tensor]:
                 raise NoPackedForm("batch normalisation without a momentum")
             trackers_by_name[f"{name}.num_batches_tracked" if name else "num_batches_tracked"] = tracked
     return trackers_by_name
-
-
-__all__ = ["batch_norm_as_nodes", "trackers"]

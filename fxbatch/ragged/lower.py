@@ -140,9 +140,8 @@ class Lowered:
     outputs: list[Packed]
     lengths: list[Size]  # that the function asks for
     columns: list[Size]  # other numbers of each instance
-    alone: list[tuple[str, str]]  # operators that run instance by instance, and why
+    alone: dict[str, tuple[str, str]]  # by node: an operator that runs instance by instance, and why
     layouts: dict[str, str]  # by node of the graph: of what it gives
-    reasons: dict[str, str]  # by node: why it runs instance by instance
     random: bool  # whether it draws numbers
     by_values: bool = False  # whether a size depends on values
 
@@ -157,14 +156,13 @@ class Emitter:
         self.env: dict[fx.Node, Emitted] = {}
         self.lengths_of: dict[Size, str] = {}
         self.columns_of: dict[Size, str] = {}
-        self.alone: list[tuple[str, str]] = []
+        self.alone: dict[str, tuple[str, str]] = {}
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
         self.draws = False  # whether the operator that is written draws numbers: no two are the same then
         self.switched = (
             False  # whether gradients or autocast were switched: equal code may give something else then
         )
-        self.reasons: dict[str, str] = {}
         self.counted: dict[Size, str] = {}  # symbol of a size that depends on values -> its column
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
@@ -261,6 +259,10 @@ class Emitter:
         shape = like.shape if isinstance(like, Packed) else shape_of(like)
         layout = layout or layout_of(shape)
         return Packed(self.line(code), layout, shape, like.dtype)
+
+    def by_elements(self, v: Packed, code: str, dtype: torch.dtype) -> Packed:
+        """A new value of the shape and in the layout of another, element by element."""
+        return Packed(self.line(code), v.layout, v.shape, dtype)
 
     def results(self, node: fx.Node, code: str, layout: str | None = None) -> Emitted:
         """The result or the results of a node, which `code` makes; None for what is no tensor."""
@@ -461,18 +463,14 @@ def lower(graph: SizedGraph, rule_of: RuleOf, alone: Rule, shared: int) -> Lower
     first_shared = len(graph.inputs) - shared
     outputs: list[Packed] = []
     for place, node in enumerate(graph.inputs):
-        value = node.meta["val"]
-        if place >= first_shared:
-            e.env[node] = Packed(f"i{place}", WHOLE, tuple(int(d) for d in value.shape), value.dtype)
-        else:
-            e.env[node] = e.packed(f"i{place}", value)
+        e.env[node] = e.packed(f"i{place}", node.meta["val"], WHOLE if place >= first_shared else None)
     for node in graph.module.graph.nodes:
         if node.op == "call_function":
             if not is_size(node):
                 _lower_node(e, node, rule_of, alone)
         elif node.op == "get_attr":
             tensor = getattr(graph.module, str(node.target))
-            e.env[node] = Packed(e.const(tensor), WHOLE, tuple(int(d) for d in tensor.shape), tensor.dtype)
+            e.env[node] = e.packed(e.const(tensor), tensor, WHOLE)
         elif node.op == "output":
             for x in tree_flatten(node.args[0])[0]:
                 if not isinstance(x, fx.Node) or is_size(x):
@@ -509,8 +507,7 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: RuleOf, alone: Rule) -> None
         e.env[node] = rule_of(node.target)(e, node)
     except (NoRule, UnknownExpressionError) as error:
         e.forget(*before)
-        e.alone.append((str(node.target), str(error)))
-        e.reasons[node.name] = str(error)
+        e.alone[node.name] = str(node.target), str(error)
         try:
             e.env[node] = alone(e, node)
         except (NoRule, UnknownExpressionError) as worse:
@@ -564,6 +561,4 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     ]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
     layouts = {node.name: value.layout for node, value in e.env.items() if isinstance(value, Packed)}
-    return Lowered(
-        source, e.constants, outputs, sizes, columns, e.alone, layouts, e.reasons, e.random, bool(e.counted)
-    )
+    return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.random, bool(e.counted))

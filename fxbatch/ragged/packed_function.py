@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,24 +31,19 @@ from fxbatch.ragged.values_alone import alone
 from fxbatch.torch_private import set_grad_enabled
 
 
+@dataclass(eq=False)
 class PackedMinibatch:
     """A minibatch as the emitted function reads it: the number of instances, their sizes and their numbers."""
 
-    def __init__(
-        self,
-        n: int,
-        lengths: list[Lengths],
-        columns: list[Any],
-        device: torch.device,
-        sizes: Sequence[np.ndarray] = (),
-    ) -> None:
-        self.n = n
-        self.sizes = sizes  # one column a symbol
-        self.sizes_by_values: dict[Any, Lengths] = {}  # sizes of results that depend on values
-        self.lengths = lengths
-        self.columns = columns
-        self.device = device
-        self.casts: list[torch.autocast] = []
+    n: int
+    lengths: list[Lengths]
+    columns: list[Any]
+    device: torch.device
+    sizes: Sequence[np.ndarray]  # one column a symbol
+    sizes_by_values: dict[Any, Lengths] = field(
+        default_factory=dict
+    )  # of results, where they depend on values
+    casts: list[torch.autocast] = field(default_factory=list)
 
     def set_grad_enabled(self, on: bool) -> None:
         """Switches autograd on or off for the lines that follow in the emitted function."""

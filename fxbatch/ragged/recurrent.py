@@ -26,16 +26,13 @@ for _name in NAMES[1:]:
     _library.define(f"{_name}(Tensor input, Tensor hx, {_ARGUMENTS}) -> (Tensor, Tensor)")
 
 
-def _shapes(x: torch.Tensor, states: list[torch.Tensor], bidirectional: bool) -> tuple[torch.Tensor, ...]:
-    features = states[0].shape[-1] * (2 if bidirectional else 1)
-    return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
-
-
 def _fake(
     x: torch.Tensor, hx: torch.Tensor | Sequence[torch.Tensor], params: object, has_biases: object, num_layers: object,
     dropout: object, train: object, bidirectional: bool, batch_first: object,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _shapes(x, [hx] if isinstance(hx, torch.Tensor) else [*hx], bidirectional)
+    states = [hx] if isinstance(hx, torch.Tensor) else hx
+    features = states[0].shape[-1] * (2 if bidirectional else 1)
+    return (x.new_empty((*x.shape[:-1], features)), *[torch.empty_like(h) for h in states])
 
 
 for _name in NAMES:

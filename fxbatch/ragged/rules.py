@@ -317,7 +317,7 @@ def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fil
 def _sum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if e.bound(node).get("dtype") is not None or x.dtype != node.meta["val"].dtype:
         dtype = node.meta["val"].dtype
-        x = Packed(e.line(f"{x.name}.to({e.const(dtype)})"), x.layout, x.shape, dtype)
+        x = e.by_elements(x, f"{x.name}.to({e.const(dtype)})", dtype)
     if product := _of_products(e, node, x, dims) or _weighted(e, node, x, dims):
         return _kept(e, node, product)
     return _summed(e, node, x, dims)
@@ -445,8 +445,7 @@ def _argmax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _any(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = name_of(node)
     fill = "False" if how == "any" else "True"
-    name = e.line(f"({x.name} != 0)")
-    x = Packed(name, x.layout, x.shape, torch.bool)
+    x = e.by_elements(x, f"({x.name} != 0)", torch.bool)
     if x.layout == PADDED:
         return _masked_reduction(e, node, x, dims, fill, how)
     name, size = _reduced(e, x, dims, how)
@@ -497,14 +496,12 @@ def products_of_columns(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -
 
 @over("count_nonzero")
 def _count_nonzero(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    name = e.line(f"({x.name} != 0).to(torch.int64)")
-    return _summed(e, node, Packed(name, x.layout, x.shape, torch.int64), dims)
+    return _summed(e, node, e.by_elements(x, f"({x.name} != 0).to(torch.int64)", torch.int64), dims)
 
 
 @over("nansum")
 def _nansum(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    name = e.line(f"{e.const(WithoutNaN)}.apply({x.name})")
-    return _summed(e, node, Packed(name, x.layout, x.shape, x.dtype), dims)
+    return _summed(e, node, e.by_elements(x, f"{e.const(WithoutNaN)}.apply({x.name})", x.dtype), dims)
 
 
 def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:

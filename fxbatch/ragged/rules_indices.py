@@ -125,7 +125,7 @@ def _nonzero(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Packed:
     if x.rank != 1:
         raise NoRule("a mask of more dimensions")
     size = e.lengths(x.shape[0])
-    mask = Packed(e.line(f"({x.name} != 0)"), x.layout, x.shape, torch.bool)
+    mask = e.by_elements(x, f"({x.name} != 0)", torch.bool)
     picked = e.rows_where(mask, shape_of(val)[0])
     return e.packed(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
 

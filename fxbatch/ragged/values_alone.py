@@ -7,6 +7,7 @@ torch's own batching rule where nothing in it has a size of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,20 +48,14 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
     return e.results(node, f"{e.const(batched)}({', '.join(v.name for v in values)})")
 
 
+@dataclass(frozen=True, eq=False)
 class Alone:
     """A call of an operator for each instance by itself."""
 
-    def __init__(
-        self,
-        target: Operator,
-        leaves: Sequence[tuple[Any, ...]],
-        spec: TreeSpec,
-        outputs: Sequence[tuple[int, ...] | None],
-    ) -> None:
-        self.target = target
-        self.leaves = leaves  # ("tensor", layout, own dimensions, rank), ("number",) or ("plain", value)
-        self.spec = spec
-        self.outputs = outputs  # own dimensions of each result, None for what is no tensor
+    target: Operator
+    leaves: Sequence[tuple[Any, ...]]  # ("tensor", layout, own dimensions), ("number",) or ("plain", value)
+    spec: TreeSpec
+    outputs: Sequence[tuple[int, ...] | None]  # own dimensions of each result, None for what is no tensor
 
     def __call__(self, n: int, *arguments: Any) -> list[torch.Tensor | None]:
         """arguments: tensors with the Lengths of their own sizes, columns of numbers, in order."""

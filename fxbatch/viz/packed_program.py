@@ -143,7 +143,7 @@ def packed_program(name: str, function: PackedFunction, shared: Sequence[str], r
         elif node not in parameters and tree_leaves(types := _types(node)):
             read = [v for x in node.all_input_nodes for v in values.get(x, [])]
             layout = lowered.layouts.get(node.name, _layout_of(node, lowered.layouts))
-            reason = lowered.reasons.get(node.name, "")
+            _, reason = lowered.alone.get(node.name, ("", ""))
             operands = tuple(
                 SharedOperand(None, parameters[x]) for x in node.all_input_nodes if x in parameters
             )
