@@ -27,7 +27,7 @@ from fxbatch.codegen.operation_graphs import (
     row_type,
     rows_node,
 )
-from fxbatch.codegen.simplify import eliminate_dead, is_random
+from fxbatch.codegen.simplify import is_random
 from fxbatch.ir import TensorSpec
 
 aten = torch.ops.aten
@@ -269,5 +269,4 @@ def build(joint: Joint, inputs: list[fx.Node], wanted: list[fx.Node]) -> fx.Grap
                 raise NotBatchable(f"{node.name} is needed where it is not at hand")
             node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     graph.output(tuple(node_of[x] for x in wanted))
-    eliminate_dead(graph)
     return graph
