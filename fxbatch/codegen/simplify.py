@@ -35,11 +35,9 @@ _RESHAPES = (
 )  # fmt: skip
 _COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.contiguous.default)
 _SPLITS = (aten.split.Tensor, aten.unsafe_split.Tensor, aten.split_with_sizes.default)
-_ZEROS = (
-    aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.full.default,
-    aten.full_like.default, aten.new_full.default,
-)  # fmt: skip
-_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default, *_ZEROS[3:])
+_FILLED = (aten.full.default, aten.full_like.default, aten.new_full.default)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+_ONES = (aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 
 
 def clean(graph: fx.Graph) -> fx.Graph:
@@ -123,7 +121,7 @@ def constant_value(node: object) -> float | None:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+    if node.target in _FILLED:
         fill = node.args[2] if node.target is aten.new_full.default else node.args[1]
         return fill if isinstance(fill, (int, float)) else None
     if node.target is aten.scalar_tensor.default:
