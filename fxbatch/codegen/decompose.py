@@ -179,12 +179,6 @@ def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Ten
 # -- Random fills of tensors, as draws that vmap makes anew for each row.
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), as many as x has, wide enough to take the logarithm of what is left to 1."""
-    wide = x.dtype if x.dtype is torch.float64 else torch.float32
-    return torch.rand(x.shape, dtype=wide, device=x.device)
-
-
 def uniform(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: object = None) -> Tensor:
     if generator is not None or not x.dtype.is_floating_point:
         return NotImplemented
@@ -200,10 +194,13 @@ def normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generat
 def exponential(x: Tensor, rate: float = 1.0, *, generator: object = None) -> Tensor:
     if generator is not None:
         return NotImplemented
-    return (-torch.log1p(-_unit(x)) / rate).to(x.dtype)
+    # in [0, 1), and wide enough to take the logarithm of what is left to 1
+    wide = x.dtype if x.dtype is torch.float64 else torch.float32
+    unit = torch.rand(x.shape, dtype=wide, device=x.device)
+    return (-torch.log1p(-unit) / rate).to(x.dtype)
 
 
-# -- `nn.EmbeddingBag`: reductions of bags of rows, as scatters.
+# -- Cells that are one kernel on CUDA.
 
 
 def fused_gru_cell(
@@ -240,6 +237,9 @@ def fused_lstm_cell(
 # Torch has no fake ones of these.
 torch.library.register_fake("aten::_thnn_fused_gru_cell", fused_gru_cell)
 torch.library.register_fake("aten::_thnn_fused_lstm_cell", fused_lstm_cell)
+
+
+# -- `nn.EmbeddingBag`: reductions of bags of rows, as scatters.
 
 
 def _reduce_bags(rows: Tensor, bags: Tensor, count: int, reduce: str, start: float) -> Tensor:
