@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,6 +30,12 @@ from fxbatch.torch_private import QuietDispatchMode
 aten = torch.ops.aten
 T = TypeVar("T")
 _LARGE = 1 << 16  # elements of a table from which on its gradient is compared on the rows that were looked up
+_OUT_OF_DOMAIN = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    ArithmeticError,
+)  # what operations raise for such numbers
 Rows = list[torch.Tensor]
 Numbers = Callable[[TensorSpec, int, torch.Generator], torch.Tensor]
 
@@ -116,17 +122,20 @@ def _lean(shared: Sequence[torch.Tensor], run: Callable[[], T]) -> T:
     try:
         with _SparseTables(shapes):
             return run()
-    except (RuntimeError, ValueError, IndexError, ArithmeticError):
+    except _OUT_OF_DOMAIN:
         return run()
 
 
-def _normal(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
+def _normal(kind: TensorSpec, n: int, gen: torch.Generator, low: int = 0, high: int = 2) -> torch.Tensor:
+    """Normal numbers; integers from `low` on that are less than `high`."""
     if kind.differentiable:
         wide = torch.complex128 if kind.dtype.is_complex else torch.float64
         return torch.randn(n, *kind.shape, generator=gen, dtype=wide, device="cpu").to(
             kind.device, kind.dtype
         )
-    return torch.randint(0, 2, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
+    if kind.dtype is torch.bool:
+        low, high = 0, 2
+    return torch.randint(low, high, (n, *kind.shape), generator=gen, device="cpu").to(kind.device, kind.dtype)
 
 
 def _positive(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
@@ -138,6 +147,9 @@ def _definite(kind: TensorSpec, n: int, gen: torch.Generator) -> torch.Tensor:
     x = _normal(kind, n, gen)
     square = len(kind.shape) >= 2 and kind.shape[-1] == kind.shape[-2] and kind.differentiable
     return (x @ x.mH + torch.eye(kind.shape[-1], dtype=x.dtype, device=x.device)) if square else x
+
+
+_DRAWS: tuple[Numbers, ...] = (_normal, _positive, _definite)
 
 
 class ValuesAndGradients(NamedTuple):
@@ -177,7 +189,7 @@ class _Eager:
             if any(x.device.type != "cpu" for x in (*inputs, *self.shared)):
                 self.run_on_host(inputs, n)
             return _lean(self.shared, lambda: self._run(inputs, grads, n))
-        except (RuntimeError, ValueError, IndexError, ArithmeticError):
+        except _OUT_OF_DOMAIN:
             return None
 
     def run_on_host(self, inputs: Rows, n: int) -> None:
@@ -310,17 +322,7 @@ class _Check:
         if all(t.differentiable or t.dtype is torch.bool for t in self.graphs.signature.inputs):
             return
         for low, high in ((-1, 2), (0, 4)):
-
-            def integers(
-                kind: TensorSpec, n: int, gen: torch.Generator, low: int = low, high: int = high
-            ) -> torch.Tensor:
-                if kind.differentiable or kind.dtype is torch.bool:
-                    return _normal(kind, n, gen)
-                return torch.randint(low, high, (n, *kind.shape), generator=gen, device="cpu").to(
-                    kind.device, kind.dtype
-                )
-
-            self.on(integers, 3, high)
+            self.on(partial(_normal, low=low, high=high), 3, high)
 
 
 def _result_of(graph: Callable[..., Any], *operands: object) -> Any:
@@ -340,7 +342,7 @@ def check_graphs(
         return replace(graphs, checked=False, without_gradient=())
     check = _Check(graphs, _eager(graphs.signature, input_needs, shared_needs, shared))
     references = []
-    for draw in (_normal, _positive, _definite):
+    for draw in _DRAWS:
         reference = check.on(draw, 1, 1) and check.on(draw, 3, 3)
         references += [] if reference is None else [reference]
         if reference is not None and all(map(_is_finite, reference.all)):
@@ -370,7 +372,7 @@ def inputs_without_gradient(
     eager = _eager(signature, input_needs, shared_needs, shared)
     try:
         with torch.random.fork_rng([]):
-            drawn = [eager.run(*eager.draw(draw, 1, 1), 1) for draw in (_normal, _positive, _definite)]
+            drawn = [eager.run(*eager.draw(draw, 1, 1), 1) for draw in _DRAWS]
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # noqa: BLE001  # users' code, on numbers that it was not written for (the rows of a packed sequence)
@@ -418,7 +420,7 @@ def check_autograd(graphs: OperationGraphs, shared: Sequence[torch.Tensor]) -> N
     needs = [t.differentiable for t in signature.inputs]
     weights = [x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex()) for x in shared]
     check = _Check(graphs, _Eager(signature, needs, [x.requires_grad for x in weights], shared))
-    for draw in (_normal, _positive, _definite):
+    for draw in _DRAWS:
         inputs, numbers = check.eager.draw(draw, 3, 3)
         reference = check.eager.run(inputs, numbers, 3)
         if reference is not None:
