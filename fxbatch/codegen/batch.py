@@ -227,14 +227,12 @@ def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.T
     return list(torch.func.vmap(call, in_dims=dims, randomness="different")(dummy, *groups, *weights))
 
 
-def _without_rule(target: Any) -> bool:
-    overload = isinstance(target, torch._ops.OpOverload)
-    return overload and torch.Tag.pointwise in target.tags and not has_vmap_rule(target)
-
-
-def _under_vmap(target: object) -> Any:
+def _under_vmap(target: Any) -> Any:
     """What calls a target: elementwise calls that vmap has no rule for are made on the whole batch."""
-    return functools.partial(elementwise_under_vmap, target) if _without_rule(target) else target
+    by_elements = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    if by_elements and not has_vmap_rule(target):
+        return functools.partial(elementwise_under_vmap, target)
+    return target
 
 
 def _unify(

@@ -21,9 +21,15 @@ Along = Sequence[
 ]  # sizes of the instances' own, and the dimensions that they are padded along
 
 
+def _have_gradients(along: Along, *tensors: torch.Tensor) -> bool:
+    """Whether there is padding, and gradients would reach it."""
+    reached = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return reached and not all(size.uniform for size, _ in along)
+
+
 def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
     """The padded tensor itself; its padding has no gradient."""
-    if not (torch.is_grad_enabled() and padded.requires_grad) or all(size.uniform for size, _ in along):
+    if not _have_gradients(along, padded):
         return padded
     dropped: torch.Tensor = _WithoutGradients.apply(padded, along)
     return dropped
@@ -31,7 +37,7 @@ def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
 
 def expanded(value: torch.Tensor, along: Along, rank: int) -> torch.Tensor:
     """A value that broadcasts to [n, ...] of this rank, repeated along dimensions; or itself without gradients."""
-    if not (torch.is_grad_enabled() and value.requires_grad) or all(size.uniform for size, _ in along):
+    if not _have_gradients(along, value):
         return value
     value = value.reshape((1,) * (rank - value.dim()) + value.shape)
     shape = [along[0][0].n, *value.shape[1:]]
@@ -45,8 +51,7 @@ def multiplied(
 ) -> torch.Tensor:
     """torch.matmul of [n, ..., rows, k] and [n, ..., k, columns], each padded along some dimensions, which are counted
     from the end."""
-    gradients = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
-    if not gradients or all(size.uniform for size, _ in (*left_along, *right_along)):
+    if not _have_gradients((*left_along, *right_along), left, right):
         return torch.matmul(left, right)
     product: torch.Tensor = _Product.apply(left, right, left_along, right_along)
     return product

@@ -331,7 +331,7 @@ def _nll(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, target, weight = e.to_dense(a["self"]), e.to_dense(a["target"]), a["weight"]
     if x.rank in (1, 2) and x.rank - 1 in x.axes:
         return _nll_of_places(e, a, val, x, target)
-    if x.rank not in (1, 2) or x.rank - 1 in x.axes or x.layout != target.layout or x.rank != target.rank + 1:
+    if x.rank not in (1, 2) or x.layout != target.layout or x.rank != target.rank + 1:
         raise NoRule("classes along a size of its own")
     weight_code = weights_code(weight)
     logp, t = x.name, target.name

@@ -171,9 +171,8 @@ class SizedGraph:
         """Whether two sizes are one: where they are in the example, instances in which they are not don't fit."""
         if a == b:
             return True
-        example = iter(
-            d for t, dims in zip(self.tensors, self.dynamic, strict=True) for d in (t.shape[i] for i in dims)
-        )
+        inputs = zip(self.tensors, self.dynamic, strict=True)
+        example = [t.shape[d] for t, dims in inputs for d in dims]
         values = dict(zip(self.symbols, example, strict=True))
         same = sympy.sympify(a).subs(values) == sympy.sympify(b).subs(values)
         if same:

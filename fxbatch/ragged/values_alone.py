@@ -74,14 +74,10 @@ class Alone:
             args, kwargs = tree_unflatten([c[i] for c in columns], self.spec)
             result = self.target(*args, **kwargs)
             results.append(result if isinstance(result, (tuple, list)) else (result,))
-        sizes = list(taken)
         out: list[torch.Tensor | None] = []
         for place, axes in enumerate(self.outputs):
-            if axes is None:
-                out.append(None)
-                continue
-            lengths = [sizes.pop(0) for _ in axes]
-            out.append(together([r[place] for r in results], axes, lengths))
+            parts = [r[place] for r in results]
+            out.append(None if axes is None else together(parts, axes, [next(taken) for _ in axes]))
         return out
 
 
