@@ -93,7 +93,6 @@ class SizedGraph:
         inputs = zip(self.inputs, dynamic, strict=True)
         sizes = [node.meta["val"].shape[d] for node, dims in inputs for d in dims]
         self.symbols: list[sympy.Symbol] = list(map(_original, sizes))  # one a dynamic dimension, in order
-        self.free: list[sympy.Expr] = list(map(expression, sizes))
         self._refuse_questions_about_values(env)
         self.guards = [g for g in dict.fromkeys(g.expr for g in env.guards) if not _of_all_but_small(g)]
         try:
