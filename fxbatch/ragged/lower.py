@@ -85,8 +85,6 @@ class Packed:
     def place(self, d: int) -> int:
         """Where dimension d is in the physical tensor."""
         d = d % max(self.rank, 1)
-        if self.layout == WHOLE:
-            return d
         if d in self.axes:
             return self.axes.index(d) + (1 if self.layout == PADDED else 0)
         return _LEADING[self.layout] + self.rest.index(d)
@@ -203,9 +201,6 @@ class Emitter:
         """An expression for a Python object."""
         if type(value) in (int, bool, str, type(None)):
             return repr(value)
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            inner = ", ".join(map(self.const, value))
-            return f"[{inner}]" if type(value) is list else f"({inner}{',' if len(value) == 1 else ''})"
         for name, constant in self.constants.items():
             if constant is value:
                 return name

@@ -268,11 +268,11 @@ def _as_padded(e: Emitter, x: Packed, val: torch.Tensor) -> str:
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
 def _split(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    x = e.to_dense(a["self"])
+    x = a["self"]
     d = a["dim"] % x.rank
     if d in x.axes:
         raise NoRule("it is cut along a size of its own")
-    a["self"], a["dim"] = x, x.place(d)
+    a["dim"] = x.place(d)
     return e.results(node, e.call(node.target, a))
 
 
@@ -502,7 +502,7 @@ def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
 @rule("view_as_real", "view_as_complex")
 def _complex(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A last dimension of two numbers, or none."""
-    return e.packed(e.call(node.target, {"self": e.to_dense(a["self"])}), val)
+    return e.packed(e.call(node.target, a), val)
 
 
 @rule("diagonal_scatter")
