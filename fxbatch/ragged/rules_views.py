@@ -284,16 +284,14 @@ def _cat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     shape = shape_of(val)
     parts = [p for p in a["tensors"] if p.rank == len(shape)]
     d = a["dim"] % len(shape)
-    if d not in own_dimensions(shape):
-        if any(d in p.axes for p in parts):  # `[x, zeros(10 - len(x))]`
-            return _joined(e, parts, d, val)
-        if not own_dimensions(shape):
-            names = [e.to_dense(p).name for p in parts]
-            return e.packed(f"torch.cat([{', '.join(names)}], {d + 1})", val)
+    if d in own_dimensions(shape) or any(d in p.axes for p in parts):  # `[x, zeros(10 - len(x))]`
+        return _joined(e, parts, d, val)
+    if own_dimensions(shape):
         names = [e.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
-        place = Packed("", layout_of(shape), shape, val.dtype).place(d)
-        return e.packed(f"torch.cat([{', '.join(names)}], {place})", val)
-    return _joined(e, parts, d, val)
+    else:
+        names = [e.to_dense(p).name for p in parts]
+    place = Packed("", layout_of(shape), shape, val.dtype).place(d)
+    return e.packed(f"torch.cat([{', '.join(names)}], {place})", val)
 
 
 def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
@@ -302,9 +300,9 @@ def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
 
 def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
-    axes = own_dimensions(shape_of(val))
+    shape = shape_of(val)
+    axes = own_dimensions(shape)
     if len(axes) > 1:
-        shape = shape_of(val)
         if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
             raise NoRule("other sizes of their own")
         operands = ", ".join(_as_padded(e, p, val) for p in parts)
