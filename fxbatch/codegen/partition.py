@@ -111,11 +111,11 @@ def cut(
 ) -> list[fx.Node]:
     """The cheapest row-wise tensors of `region` from which the sinks can be computed.
 
-    `free` nodes cost nothing anywhere (n, shared operands); `kept` ones are stored in any case. Where computing
+    `free` nodes cost nothing anywhere (n, shared operands); `kept_nodes` are stored in any case. Where computing
     cheap nodes again leaves no row-wise cut, what isn't row-wise is computed again, then whatever isn't random.
     """
-    order = list(_depends_on_rows(region, free))
-    ends = [x for x in dict.fromkeys(sinks) if x in dict.fromkeys(order)]
+    order = _depends_on_rows(region, free)
+    ends = [x for x in dict.fromkeys(sinks) if x in order]
     if not ends:
         return []
     for allowed in (_again, _again_unless_rows, _again_unless_random):
@@ -126,7 +126,7 @@ def cut(
 
 
 def _flow(
-    order: list[fx.Node],
+    order: dict[fx.Node, None],
     ends: list[fx.Node],
     sources: dict[fx.Node, None],
     kept_nodes: dict[fx.Node, None],

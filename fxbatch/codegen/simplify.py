@@ -249,7 +249,7 @@ def _getitem(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     dim = (source.args[2] if len(source.args) > 2 else 0) % len(shape(x))
     if shape(x)[dim][0]:
         return None
-    pieces = [shape_of_piece[dim] for shape_of_piece in (p.shape for p in source.meta["values"][0])]
+    pieces = [piece.shape[dim] for piece in source.meta["values"][0]]
     start = sum(pieces[:index])
     return add_call(graph, aten.slice.Tensor, (x, dim, start, start + pieces[index]), like=node)
 
