@@ -733,8 +733,7 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 def storage_users(t: torch.Tensor) -> int:
     """How many tensors have the memory of this one. Checked: 2.11.0, 2.13.0."""
-    storage = t.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # without `storage` itself
+    return storage_uses(t.untyped_storage()) - 1  # without the object given
 
 
 def _autocast_keys() -> int:
