@@ -197,7 +197,7 @@ class RecordedCalls(Columns):
         self.plain_operands: dict[tuple[int, str], tuple[SharedOperand, torch.Tensor, int]] = {}
         if known is not None:
             self.operands = versions_now(known.modules.operands)
-            for examined in known.examined.values():
+            for examined in self.knowledge.examined.values():
                 self._watch_plain_operands(examined)
             self.heard.parameters = known.modules.bare
         elif recalls:
