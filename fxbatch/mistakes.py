@@ -19,8 +19,9 @@ from types import TracebackType
 
 import torch
 
-from fxbatch.errors import FxbatchError, InternalWarning
+from fxbatch.errors import FxbatchError, InternalWarning, TraceError
 
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # What PyTorch's operators don't raise: an error of another type may come from one that fxbatch calls for the user.
 _PYTHONS_OWN = (AssertionError, AttributeError, KeyError, NameError)
@@ -66,10 +67,23 @@ def report(error: Exception, what: str, *, verify: bool) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _innermost(traceback: TracebackType | None) -> tuple[str, int] | None:
+def refusal_of(error: Exception) -> TraceError | None:
+    """A mistake as a reason for the plain loop: an error that PyTorch's operators don't raise, of fxbatch's code, or of
+    PyTorch's that this has called. None for others."""
+    place = _innermost(error.__traceback__, but=_TORCH)
+    if not isinstance(error, _PYTHONS_OWN) or place is None or not place[0].startswith(_PACKAGE):
+        return None
+    where = f"{os.path.basename(place[0])}:{place[1]}"
+    text = f"a mistake inside fxbatch (please report it): {type(error).__name__}: {error} ({where})"
+    return TraceError(text)
+
+
+def _innermost(traceback: TracebackType | None, but: str = "\n") -> tuple[str, int] | None:
+    """The file and line that an error comes from; the last of those that are not in the folder `but`."""
     place = None
     while traceback is not None:
-        place = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+        if not (file := traceback.tb_frame.f_code.co_filename).startswith(but):
+            place = file, traceback.tb_lineno
         traceback = traceback.tb_next
     return place
 

@@ -157,6 +157,7 @@ class Engine(Planner):
                 runs_now=not ahead,
                 first=first,
                 changes=self.changes if may_loop else None,
+                may_loop=may_loop,
                 **may_begin,
             )
         self.changes = recording.changed or recording.recorder.changes.seen
@@ -171,8 +172,8 @@ class Engine(Planner):
         """Run the last phase and assemble the results."""
         try:
             result = self._finish(run, recording, out)
-        except TraceError as error:
-            recording.recorder.take_back_changes(error)
+        except Exception as error:
+            recording.recorder.refuse(error, may_loop=self.may_loop)
             raise
         recording.recorder.changes.forget()
         return result

@@ -161,6 +161,7 @@ def record_minibatch(
     first: int = 0,
     changes: str | None = "",
     may_begin: Callable[[int], bool] = lambda _: True,
+    may_loop: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -171,7 +172,7 @@ def record_minibatch(
     changes: what instances are known to change of modules: then none is left where it waits. None: where one waits, a
     change is an error. may_begin: asked with the number of each instance before it is begun; the results are those of
     the instances before the first that may not.
-    A TraceError says by `again` whether modules are what they were before.
+    A TraceError says by `again` whether modules are what they were before. may_loop: a mistake inside fxbatch is one.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
@@ -187,8 +188,8 @@ def record_minibatch(
         with patched():
             quicken(recorder.knowledge.modules.classes)
             run.all()
-    except TraceError as error:
-        recorder.take_back_changes(error)
+    except Exception as error:
+        recorder.refuse(error, may_loop=may_loop)
         raise
     recorder.instances = run.last
     del run.results[run.last :]

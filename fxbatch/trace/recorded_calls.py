@@ -22,6 +22,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
+from fxbatch.mistakes import refusal_of
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
@@ -278,11 +279,17 @@ class RecordedCalls(Columns):
         if id(module) in self.knowledge.modules.seen:  # others are the instance's own
             self.changes.note(module, name, *value)
 
-    def take_back_changes(self, error: TraceError) -> None:
-        """The recording has failed: modules become what they were, and the error says whether they are."""
-        undone = self.changes.undo()
-        error.again = undone and written_to(self.operands) is None and not self._changed_plain_operands()
-        error.begun = self.changes.begun
+    def refuse(self, error: Exception, *, may_loop: bool) -> None:
+        """The recording has failed. Unless that is the user's own error, modules become what they were, and a
+        TraceError says whether they are. may_loop: whether a mistake inside fxbatch becomes one."""
+        hides = may_loop and not self.table.verify
+        refusal = error if isinstance(error, TraceError) else refusal_of(error) if hides else None
+        if refusal is None:
+            return
+        undone, refusal.begun = self.changes.undo(), self.changes.begun
+        refusal.again = undone and written_to(self.operands) is None and not self._changed_plain_operands()
+        if refusal is not error:
+            raise refusal from error
 
     def forget_modules(self, module: torch.nn.Module | None = None) -> None:
         """Validate modules again at their next call: a mode, a parameter or a hook of one has changed, of this module

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -734,3 +734,50 @@ def test_a_trial_of_a_later_round_may_take_what_has_been_earned_since_the_one_be
             batched.append(sum(met))
     assert batched[1] == 2, "a part of the loop's time"
     assert batched[-3:] == [64] * 3, "and yet it is found faster"
+
+
+def test_a_mistake_inside_fxbatch_runs_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that the loop does not give: it is said, and the loop runs from then on."""
+
+    class Net(nn.Module):
+        def __init__(self, **options: Any) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            kind = type("Batched", (Net,), {"forward": fxbatch.autobatch(**options)(Net.forward)})
+            self.__class__ = kind
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = x
+            return torch.tanh(self.linear(x)).sum()
+
+    monkeypatch.setattr(module.AdaptiveSwitch, "on", True)
+    xs, model = list(torch.randn(9, 4)), Net()
+    wanted = torch.stack([Net.forward(model, x) for x in xs])
+    monkeypatch.delattr("fxbatch.trace.modules._entry")
+    with pytest.warns(fxbatch.errors.LoopWarning, match=r"a mistake inside fxbatch .please report it.: NameError"):
+        torch.testing.assert_close(model(xs), wanted)
+    torch.testing.assert_close(model(xs), wanted)
+    with pytest.raises(NameError):
+        Net(adaptive=False)(xs)
+    with pytest.raises(NameError):
+        Net(verify=True)(xs)
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x.no_such_attribute, lambda x: {}[x], lambda x: x.view(3, 5)])
+@pytest.mark.filterwarnings("error::fxbatch.errors.LoopWarning")
+def test_the_users_own_error_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        @fxbatch.autobatch
+        def forward(self, x: torch.Tensor, last: bool) -> torch.Tensor:
+            h = self.linear(x)
+            return wrong(h) if last else h
+
+    monkeypatch.setattr(module.AdaptiveSwitch, "on", True)
+    with pytest.raises((AttributeError, KeyError, RuntimeError)):
+        Net()(list(torch.randn(9, 4)), [False] * 8 + [True])
