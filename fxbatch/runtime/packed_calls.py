@@ -110,8 +110,11 @@ class PackedCalls:
         recorder = arguments.recorder
         if not recorder.watches_operands or any_autocast():
             return None
-        if of in _OF_ROWS and ((key := _rows_key(of, arguments)) is not None or of == torch.stack):
-            return self._entry_of_rows(entries, key, arguments)
+        rows = _rows_key(of, arguments) if of in _OF_ROWS else None
+        if rows is not None:
+            return self._entry_of_rows(entries, rows, arguments)
+        if of == torch.stack:
+            return None
         if of is not None and not self.families:  # functions are packed beside submodules and stacks that are
             return None
         template, types = arguments.template(), arguments.types()
@@ -218,9 +221,10 @@ class PackedCalls:
         """A call that was recorded as any other: what its family is made of."""
         if not arguments.recorder.watches_operands or any_autocast():
             return
-        if of in _OF_ROWS and (rows := _rows_key(of, arguments)) is not None:
+        rows = _rows_key(of, arguments) if of in _OF_ROWS else None
+        if rows is not None:
             self._met_rows(entries, rows, arguments, pair)
-        if of == torch.stack or (of == torch.cat and rows is not None):
+        if rows is not None or of == torch.stack:
             return
         family = self._family(entries, arguments, of)
         key, entry = pair

@@ -55,8 +55,8 @@ class Examined:
     """A module as it is now: its tensors, or why it can't be one operation."""
 
     __slots__ = (
-        "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "reads", "reason", "shared",
-        "structure",
+        "attributes", "coupled", "entries", "guards", "key", "lasts", "names", "places", "plain", "reads", "reason",
+        "shared", "structure",
     )  # fmt: skip
 
     def __init__(self, module: torch.nn.Module, reads: Reads | None = None) -> None:
@@ -66,6 +66,7 @@ class Examined:
         self.coupled = ""
         self.names: list[str] = []
         self.shared: list[SharedOperand] = []
+        self.plain: list[SharedOperand] = []  # of these, tensors that are no parameters or buffers
         self.places: list[Item] | None = None  # of all that it is known by; None: it is looked at again
         # By modes, then by what it was called with: an Entry or a reason.
         self.entries: dict[object, dict[object, Any]] = {}
@@ -100,6 +101,7 @@ class Examined:
                     continue
                 self.names.append(f"{prefix}.{name}" if prefix else name)
                 self.shared.append(SharedOperand(m, name))
+                self.plain += self.shared[-1:] if tensors is plain else ()
                 key.append((name, t.shape, t.dtype, t.device))
 
 

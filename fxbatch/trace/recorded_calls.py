@@ -314,9 +314,8 @@ class RecordedCalls(Columns):
     def _watch_plain_operands(self, examined: object) -> None:
         """Note how tensors are which are no parameters or buffers, but plain attributes of an operation's modules."""
         if type(examined) is Examined and not examined.reason:
-            for o in examined.shared:
-                t = vars(o.owner).get(o.name)
-                if t is not None and not t.is_inference():
+            for o in examined.plain:
+                if not (t := o.resolve()).is_inference():
                     self.plain_operands.setdefault(o.key, (o, t, t._version))
 
     def has_set(self, module: torch.nn.Module, name: str) -> None:

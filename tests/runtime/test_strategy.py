@@ -754,7 +754,9 @@ def test_a_mistake_inside_fxbatch_runs_the_loop(monkeypatch: pytest.MonkeyPatch)
     xs, model = list(torch.randn(9, 4)), Net()
     wanted = torch.stack([Net.forward(model, x) for x in xs])
     monkeypatch.delattr("fxbatch.trace.modules._entry")
-    with pytest.warns(fxbatch.errors.LoopWarning, match=r"a mistake inside fxbatch .please report it.: NameError"):
+    with pytest.warns(
+        fxbatch.errors.LoopWarning, match=r"a mistake inside fxbatch .please report it.: NameError"
+    ):
         torch.testing.assert_close(model(xs), wanted)
     torch.testing.assert_close(model(xs), wanted)
     with pytest.raises(NameError):
