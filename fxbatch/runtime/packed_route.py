@@ -41,6 +41,7 @@ class PackedRoute:
         self.may_build = may_build
         self.may_try = may_try  # asked before anything is imported
         self.forward: PackedForward | None = None
+        self._differ = False  # whether a minibatch had tensors of different sizes: not asked again
         off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
         self.off = off or options.schedule in ("none", "fold")
 
@@ -59,7 +60,8 @@ class PackedRoute:
         if self.off or not instances or not _tensors_first(instances):
             return NOT_PACKED
         if self.forward is None:
-            if not _sizes_differ(instances) or not self._may_try(fn, instances):
+            self._differ = self._differ or _sizes_differ(instances)
+            if not self._differ or not self._may_try(fn, instances):
                 return NOT_PACKED
             with building():
                 from fxbatch.runtime.packed_forward import PackedForward

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 import fxbatch
 from fxbatch.errors import ResultError
 from fxbatch.ragged import symbolic
-from fxbatch.runtime import packed_forward
+from fxbatch.runtime import packed_forward, packed_route
 from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_forward import PackedForward
@@ -339,6 +339,25 @@ def test_a_forward_with_effects_is_not_packed() -> None:
     assert model.seen == 2
     assert not variants_of(model)
     assert route_of(model).forward is None  # nothing is imported for what can't be packed
+
+
+def test_sizes_are_asked_no_more_once_they_differed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All arguments of all instances are looked through for it."""
+
+    class Prints(Mean):
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            print(end="")
+            return self.embed(words).sum(0)
+
+    asked: list[bool] = []
+    ask = packed_route._sizes_differ
+    monkeypatch.setattr(packed_route, "_sizes_differ", lambda x: asked.append(ask(x)) or asked[-1])
+    model = Prints()
+    for sizes in ((3, 3), (3, 5), (4, 2), (3, 3)):
+        model(words(*sizes))
+    assert asked == [False, True]
+    assert route_of(model).forward is None
 
 
 def test_dropout_is_drawn_anew() -> None:
