@@ -16,7 +16,7 @@ import operator
 import re
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -121,16 +121,25 @@ class Template:
         leaves = [tensors[x.kind][x.index] if type(x) is Slot else x for x in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
+    def rebuilt(self, leaves: Iterable[object]) -> Any:
+        """The pytree of other leaves; None where a class in it looks at what it is made of, as PackedSequence does."""
+        try:
+            return tree_unflatten(list(leaves), self.spec)
+        except Exception:  # noqa: BLE001 - its constructor is the user's
+            return None
+
     def binder(self, inputs: int) -> Binder:
         """`binder(function, shared)(*inputs)` calls `function` with these arguments, of a template of `(args, kwargs)`.
 
         Emitted as one expression where these hold tuples, lists and dicts alone: 0.1 us a call, by pytrees 5.
         """
         try:
-            args, kwargs = tree_unflatten(list(range(len(self.leaves))), self.spec)
+            if (whole := self.rebuilt(range(len(self.leaves)))) is None:
+                raise _NotPlain
+            args, kwargs = whole
             words = [_expression(x, self.leaves) for x in args]
             words += [f"{name}={_expression(x, self.leaves)}" for name, x in kwargs.items() if _named(name)]
-        except Exception:  # noqa: BLE001 - _NotPlain, or of a class that looks at what it is made of, as PackedSequence
+        except _NotPlain:
             return lambda function, shared: (
                 lambda *given: _called(function, self.fill(input=given, shared=shared))
             )

@@ -179,28 +179,19 @@ class Entry:
         if self.nested is None:
             result = self.signature.result
             assert result is not None
-            slots = [Slot("input", i) for i in range(len(self.types))]
-            if (rebuilt := _rebuilt(result, slots)) is None:
+            inputs = [Slot("input", x.index) if type(x) is Slot else x for x in result.leaves]
+            if (rebuilt := result.rebuilt(inputs)) is None:
                 self.nested = lambda *outputs: result.fill(output=outputs)
             else:
-                self.nested = Template.of(((rebuilt,), {})).binder(len(slots))(lambda x: x, ())
+                self.nested = Template.of(((rebuilt,), {})).binder(len(self.types))(lambda x: x, ())
         return self.nested(*outputs)
-
-
-def _rebuilt(result: Template, places: Sequence[object]) -> object:
-    """A result with these in place of its tensors; None where a class in it looks at what it is made of, as
-    PackedSequence does."""
-    try:
-        return result.fill(output=places)
-    except Exception:  # noqa: BLE001 - its constructor is the user's
-        return None
 
 
 def _kind_of_row(result: Template, outputs: int) -> type[tuple[object, ...]] | None:
     """The class of a tuple of all outputs in order: a plain one, or a named one (of `max`, `topk`); else None."""
     if any(type(x) is not Slot or x.index != i for i, x in enumerate(result.leaves)):
         return None
-    rebuilt = _rebuilt(result, range(outputs))
+    rebuilt = result.rebuilt(range(outputs))
     return type(rebuilt) if isinstance(rebuilt, tuple) and tuple(rebuilt) == tuple(range(outputs)) else None
 
 
@@ -270,9 +261,8 @@ class SignatureTable:
         self.lifted: dict[int, Lifted] = {}
         # By parameter and leading dimensions: the rows that were met (trace/arguments.py).
         self.parameter_rows: dict[object, set[int]] = {}
-        self.tensors_set: dict[
-            int, set[str]
-        ] = {}  # attributes that instances give plain tensors, by id of the module
+        # By id of a module: its attributes to which instances give plain tensors.
+        self.tensors_set: dict[int, set[str]] = {}
         self.filled: set[object] = set()  # calls of factories that give values (trace/writes.py)
         # Of these, whose tensors are used as they were made; None where values are asked for.
         self.used: set[object] | None = set()
