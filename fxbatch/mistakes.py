@@ -70,7 +70,7 @@ def report(error: Exception, what: str, *, verify: bool) -> str:
 def refusal_of(error: Exception) -> TraceError | None:
     """A mistake as a reason for the plain loop: an error that PyTorch's operators don't raise, of fxbatch's code, or of
     PyTorch's that this has called. None for others."""
-    place = _innermost(error.__traceback__, but=_TORCH)
+    place = _innermost(error.__traceback__, but=(_TORCH,))
     if not isinstance(error, _PYTHONS_OWN) or place is None or not place[0].startswith(_PACKAGE):
         return None
     where = f"{os.path.basename(place[0])}:{place[1]}"
@@ -78,8 +78,8 @@ def refusal_of(error: Exception) -> TraceError | None:
     return TraceError(text)
 
 
-def _innermost(traceback: TracebackType | None, but: str = "\n") -> tuple[str, int] | None:
-    """The file and line that an error comes from; the last of those that are not in the folder `but`."""
+def _innermost(traceback: TracebackType | None, but: tuple[str, ...] = ()) -> tuple[str, int] | None:
+    """The file and line that an error comes from; the last of those that are not in these folders."""
     place = None
     while traceback is not None:
         if not (file := traceback.tb_frame.f_code.co_filename).startswith(but):

@@ -28,10 +28,10 @@ from fxbatch.trace.operations import IN_C
 from fxbatch.trace.state import plain_function
 from fxbatch.trace.table import ATOMS
 
+# Packages whose functions and layers give a result and do nothing else. PyG's `Data` objects are arguments.
+_COMPUTE = frozenset({"torch_geometric", "einops"})
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"__main__", "test", "this"} | {
-    "torch", "numpy", "greenlet", "networkx", "fxbatch",
-    "torch_geometric",  # its `Data` objects are arguments, its layers are modules
-    "einops",
+    "torch", "numpy", "greenlet", "networkx", "fxbatch", *_COMPUTE,
 }  # fmt: skip
 # Packages whose modules are taken as torch's own are: what they do depends on what they and their configuration hold.
 CONFIGURED = frozenset({"transformers"})
@@ -177,12 +177,7 @@ def only_computes(f: object) -> bool:
             "collections",
             "itertools",
         )
-    if home.partition(".")[0] in ("torch_geometric", "einops") or home in (
-        "math",
-        "cmath",
-        "_operator",
-        "itertools",
-    ):
+    if home.partition(".")[0] in _COMPUTE or home in ("math", "cmath", "_operator", "itertools"):
         return True
     if is_in(f, _FUNCTIONS) or getattr(math, name, None) is f or getattr(operator, name, None) is f:
         return True

@@ -3,11 +3,10 @@ compared. A small package of that name stands for it here."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,18 +66,15 @@ LIBRARY = """
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of a package named transformers, whose code is as that library's is."""
-    package = tmp_path / "transformers"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '5.0'\n")
-    (package / "modeling.py").write_text(textwrap.dedent(LIBRARY))
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield importlib.import_module("transformers.modeling")
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
-        del sys.modules[name]
+    package, modeling = ModuleType("transformers"), ModuleType("transformers.modeling")
+    for module, source in ((package, "__version__ = '5.0'"), (modeling, textwrap.dedent(LIBRARY))):
+        file = tmp_path / f"{module.__name__}.py"
+        file.write_text(source)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(source, str(file), "exec"), vars(module))
+    return modeling
 
 
 def sentences() -> list[Tensor]:
