@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +43,7 @@ from fxbatch.torch_private import (
     PlainNumberError,
     composite_operators,
     fakes_to_trace,
+    quiet_fakes,
     set_grad_enabled,
     trace_with_sizes,
     tree_flatten,
@@ -216,14 +216,10 @@ class SizedGraph:
 
     def _try(self, sizes: tuple[int, ...]) -> bool:
         tensors = self._example(sizes)
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        disabled, log.disabled = log.disabled, True  # what a size of 0 makes it say is no news
         try:
             module, _ = _trace(self.body, tensors, [()] * len(tensors), **self.how)
         except Exception:  # noqa: BLE001 - it is no packed call then, and raises again where it runs by itself
             return False
-        finally:
-            log.disabled = disabled
         values = dict(zip(self.symbols, sizes, strict=True))
         return _same_nodes(self.module.graph, module.graph, values)
 
@@ -253,6 +249,7 @@ def _is_of_number(guard: sympy.Basic) -> bool:
     )
 
 
+@quiet_fakes()
 def _trace(
     body: Callable[..., Iterable[torch.Tensor]],
     tensors: Sequence[torch.Tensor],

@@ -431,14 +431,15 @@ def _changes_module(
 
 @stands_for(torch.nn.Module, "__setattr__")
 def _setattr(recorder: RecordedCalls, plain: Any, self: torch.nn.Module, name: str, value: object) -> None:
+    if self.__dict__.get(name, self) is value:  # `eval()` again and again
+        return
     is_part = isinstance(value, (torch.Tensor, torch.nn.Module))
     again = (id(self), name) in recorder.free_to_set and not recorder.changes.waited
     # `self.state = ...` at each step, which matters to nobody but the instance
     if again and (not is_part or type(value) in (Value, torch.Tensor)):
         self.__dict__[name] = value
         return
-    tables = (self.__dict__, *(self.__dict__.get(table, {}) for table in TABLES))
-    if any(table.get(name, self) is value for table in tables):  # `eval()` again and again, `self.steps += 1`
+    if any(self.__dict__.get(table, {}).get(name, self) is value for table in TABLES):
         return
     if id(self) in recorder.local and not is_part:
         plain(self, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import sys
 from typing import Any
@@ -1005,3 +1006,32 @@ def test_calls_of_one_instance_are_packed_where_many_run_at_once(grad: bool) -> 
             with fxbatch.disabled():
                 torch.testing.assert_close(found, model(batch))
             assert (sum(f.steps for f in families(model)) > before) == (batch is many)
+
+
+def test_what_fakes_refuse_while_a_function_is_traced_is_not_logged() -> None:
+    """`log_prob` asks whether all values are in the support, which no stand-in answers."""
+
+    class Normal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mean = self.cell(x)
+            torch.distributions.Normal(mean, mean.exp()).log_prob(x)
+            return mean.sum()
+
+    records: list[logging.LogRecord] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler, model = Kept(), Normal()
+    logging.getLogger("torch._subclasses.fake_tensor").addHandler(handler)
+    try:
+        check_equal(model, [torch.randn(n, 4) for n in range(3, 14)])
+    finally:
+        logging.getLogger("torch._subclasses.fake_tensor").removeHandler(handler)
+    assert not records
