@@ -82,6 +82,7 @@ class OpaqueOperandError(TraceError, TypeError):
     """A torch function got a recorded tensor together with an object that is no plain data."""
 
 
+NO_OUT = "{}: out= can't be recorded; use the result instead"
 WRITES_TO_SHARED = (
     "writes to a parameter or buffer, which all instances share (as BatchNorm does in training): use eval(), or a "
     "normalisation without running statistics"
@@ -125,6 +126,8 @@ def call_function(
     asked = func
     if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
+    if func is torch.Tensor.new and len(args) == 1 and isinstance(v := args[0], torch.Tensor):
+        return torch.empty(0, dtype=v.dtype, device=v.device)  # real, to be `out` of a factory
     before = None if _fast is None or comes_as else _fast.recorded_before(recorder, func, args, kwargs)
     if before is not None:
         return before
@@ -187,9 +190,7 @@ def call_function(
                 f"function with @fxbatch.operation{at_line()}"
             )
         if kwargs.get("out") is not None:
-            raise InPlaceError(
-                f"{function_name(func)}: out= can't be recorded; use the result instead{at_line()}"
-            )
+            raise InPlaceError(NO_OUT.format(function_name(func)) + at_line())
         if isinstance(func, HigherOrderOperator):
             raise TraceError(
                 f"{function_name(func)} got a recorded tensor: operators that take functions can't be recorded; "

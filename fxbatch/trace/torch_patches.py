@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fxbatch.errors import TraceError
+from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.signature import bodies
 from fxbatch.torch_private import (
     CheckpointFunction,
@@ -47,9 +47,9 @@ from fxbatch.torch_private import (
 from fxbatch.trace import torch_functions
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, Heard, unheard
-from fxbatch.trace.calls import LIKE, examined_function, with_contents
+from fxbatch.trace.calls import LIKE, NO_OUT, examined_function, with_contents
 from fxbatch.trace.modules import traced_call
-from fxbatch.trace.operations import CustomFunction, Functional
+from fxbatch.trace.operations import CustomFunction, Functional, function_name
 from fxbatch.trace.places import TABLES
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
 from fxbatch.trace.state import _fast, state
@@ -374,6 +374,8 @@ def _enters_mode(_: RecordedCalls, plain: Any, mode: object) -> object:
 @stands_for(torch, *_FILLING, "rand", "randn", "arange", "linspace", "eye")
 def _with_real_tensors(recorder: RecordedCalls, plain: Any, *args: object, **kwargs: object) -> object:
     """Copies of contents, so Values inside are read."""
+    if type(kwargs.get("out")) in _RECORDED:
+        raise InPlaceError(NO_OUT.format(function_name(plain)) + at_line())
     if recorder.written:
         args, kwargs = with_values(args, kwargs)
     args, kwargs = with_contents(recorder, args, kwargs)

@@ -451,6 +451,8 @@ def note_uses(recorder: RecordedCalls, *, asks: bool) -> None:
         return
     often = {key: x[-1] for key, x in recorder.uses.items() if len(x) >= OFTEN and key not in table.filled}
     for key, t in often.items():
+        if type(t) is not torch.Tensor:  # it has become a value
+            continue
         if t.dtype.is_floating_point and not t.requires_grad and key[0] is not _EMPTY:
             _note_factory(recorder, key, t)
     used |= often.keys() & table.filled

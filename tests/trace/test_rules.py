@@ -303,6 +303,30 @@ def test_out_is_refused() -> None:
         recorded(lambda x: torch.add(LIN(x), 1, out=torch.empty(4)), X)
 
 
+@pytest.mark.parametrize("factory", [torch.arange, torch.ones, torch.zeros])
+def test_a_value_as_out_of_a_factory_is_refused(factory: Any) -> None:
+    def written(x: Any) -> Any:
+        h = LIN(x)
+        h[0] = 1.0
+        return h
+
+    for out in (LIN, written):
+        with pytest.raises(InPlaceError, match="out="):
+            recorded(lambda x, out=out: factory(4, out=out(x)), X)
+
+
+def test_a_new_tensor_of_a_value_s_type_may_be_out() -> None:
+    """`torch.arange(n, out=v.data.new())`, for numbers where v is."""
+
+    def fn(x: Any) -> Any:
+        order = LIN(x).argsort()
+        places = torch.arange(order.size(0), out=order.data.new())
+        return (order == places).all().item(), order * places, order.new().resize_(2).fill_(3) + order[:2]
+
+    for _ in range(3):
+        check_equal(fn, X)
+
+
 def test_marked_function_method_and_class() -> None:
     @operation
     def attend(q: Any, k: Any, *, temperature: float = 1.0) -> Any:

@@ -594,6 +594,23 @@ def test_what_factories_give_is_a_value_once_such_were_often_used(grad: bool, re
     assert recorded_by == "python" or last is not torch.Tensor
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_factories_give_is_often_used_and_becomes_a_value_then(grad: bool) -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        rows = torch.zeros(3, SIZE)
+        rows[0] = 1
+        scale = m.l.bias * 1.5
+        scale = scale + (scale * rows).sum(0)
+        rows[1] = scale * x
+        return rows.sum()
+
+    model = Parts(code)
+    for _ in range(3):
+        with torch.set_grad_enabled(grad):
+            batch = [torch.randn(SIZE) for _ in range(12)]
+            torch.testing.assert_close(model.batched(batch), torch.stack([model(x) for x in batch]))
+
+
 def test_what_python_asks_of_what_factories_give_is_waited_for_once() -> None:
     asks = False
 
