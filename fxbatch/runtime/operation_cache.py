@@ -324,15 +324,15 @@ class OperationCache:
             ]
         )
         named = tuple(options.items())
-        key = id(signature), needs, state, late, named
+        key = signature, needs, state, late, named
         compiled = self._entries.get(key)
-        if compiled is not None and compiled.signature is signature:
+        if compiled is not None:
             self.hits += 1
             return compiled
         self.misses += 1
-        waiting_key = id(signature), needs, state, True, named
+        waiting_key = signature, needs, state, True, named
         waiting = self._entries.get(waiting_key)
-        expected = waiting.expected if waiting is not None and waiting.signature is signature else 0.0
+        expected = 0.0 if waiting is None else waiting.expected
         is_large = most is not None and expected > SECONDS_A_CALL * most
         if not late and (is_large or not may_build()):
             return self.get(signature, needs, shared, late=True, **options)

@@ -150,7 +150,7 @@ class Planner:
                         signature, needs, shared, grad, most=max(SMALL, int(seconds / SECONDS_A_CALL))
                     )
 
-                self.queue.put((id(signature), needs), compiled, build)
+                self.queue.put((signature, needs), compiled, build)
         elif compiled.reason and signature.operation.kind == "graph":
             fuser = self.rewrites.passes.get("fuse")
             if isinstance(fuser, Fuser):
@@ -168,7 +168,7 @@ class Planner:
             shared = [s.resolve() for s in signature.shared]
             met.is_large = self.compiled(signature, needs, shared, False, most=LARGE).is_late
 
-        self.queue.runs_otherwise((id(signature), "otherwise"), seconds, build)
+        self.queue.runs_otherwise((signature, "otherwise"), seconds, build)
 
     @property
     def strategy(self) -> Strategy | None:
