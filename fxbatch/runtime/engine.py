@@ -47,8 +47,7 @@ class Engine(Planner):
         super().__init__(options, root)
         self.packed = PackedRoute(options, root, self.queue.may_build, self.queue.may_try)
         self.packed_calls: PackedCalls | None = None
-        off = options.mode != "looped" or bool(options.compile) or options.schedule in ("none", "fold")
-        if not off and options.backward == "compiled":
+        if options.packs and options.backward == "compiled":
             self.packed_calls = PackedCalls(verify=options.verify, may_try=self.queue.may_try)
         self.table = self._new_table()
         self.changes = ""  # what instances were seen to change of modules

@@ -96,6 +96,11 @@ class Options:
         plain = self.compile is False and not self.verify and self.batch_norm == "refuse"
         return self.adaptive is True and usual and plain
 
+    @property
+    def packs(self) -> bool:
+        """Whether tensors of sizes of their own may be packed: not where options say how each call is to run."""
+        return self.mode == "looped" and not self.compile and self.schedule not in ("none", "fold")
+
     @staticmethod
     def of(**chosen: Any) -> Options:
         """Checked options; OptionError names the unknown one and lists the known."""

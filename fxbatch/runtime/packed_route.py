@@ -42,8 +42,7 @@ class PackedRoute:
         self.may_try = may_try  # asked before anything is imported
         self.forward: PackedForward | None = None
         self._differ = False  # whether a minibatch had tensors of different sizes: not asked again
-        off = root is None or options.mode != "looped" or bool(options.compile) or options.return_exceptions
-        self.off = off or options.schedule in ("none", "fold")
+        self.off = root is None or not options.packs or options.return_exceptions
 
     def statement(self, fn: object, instances: Sequence[Instance]) -> str:
         """What the user may state where its code keeps a forward of tensors from being packed, else ""."""
