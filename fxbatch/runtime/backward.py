@@ -380,7 +380,8 @@ class Backward:
         """All steps in reverse, then the gradients of parameters: `found`. What prepares them comes first, for what C
         runs goes through more memory than caches hold, and leaves none of Python's code in them."""
         run, left = self.run, Left(self.phases, self.memory, self.rows)
-        run.workspace().keeps_graphs = run.lasting or backward_keeps_graph()
+        workspace = run.planner.workspace()
+        workspace.keeps_graphs = run.lasting or backward_keeps_graph()
         phases = range(len(self.phases))
         passed = [self.needs[p].idle.take(self.phases[p].plan.step_signature) for p in phases]
         native: list[NativeSteps | None] = [None] * len(phases)
@@ -388,7 +389,7 @@ class Backward:
         if run.native:
             asked: Asked = {}
             native = [self._native(p, passed[p], asked) for p in phases]
-            kernels = self.template.kernels.fill(left, run.workspace(), run.planner.gradient_memory, asked)
+            kernels = self.template.kernels.fill(left, workspace, run.planner.gradient_memory, asked)
         for p in reversed(phases):
             phase, steps = self.phases[p], native[p]
             k = len(phase.plan)
@@ -400,7 +401,7 @@ class Backward:
                     self._one(phase, k, phase.plan.step_signature.item(k), self._views[p])
         selective = any(needs.selective for needs in self.needs)
         before = set(self.gradients) if selective else set()
-        add_parameter_gradients(self.running, kernels, left, run.workspace(), self.gradients)
+        add_parameter_gradients(self.running, kernels, left, workspace, self.gradients)
         if selective:  # zeros of what only results without a gradient are computed from: None, as in the loop
             leading = operands_behind(self.phases, self.memory, self.reached, self.reaching)
             for key in self.gradients.keys() - before - leading:
@@ -420,7 +421,7 @@ class Backward:
             gradient_indices=plan.indices, bags=plan.bags, gradients=self.rows.table, first_write=plan.first_write[p],
             write_arena=plan.write_arena[p], write_start=plan.write_start[p], passed=passed,
         )  # fmt: skip
-        workspace = self.run.workspace()
+        workspace = self.run.planner.workspace()
         return native_steps_of(self.phases[p], self.memory, workspace, asked, self.rows, columns)
 
     def _one(self, phase: Phase, k: int, s: int, views: GradientViews) -> None:
@@ -451,7 +452,7 @@ class Backward:
         ]
         begun = stopwatch.now() if compiled.is_late else 0.0
         with named_step(compiled.signature.name, n, "backward"):
-            of_operands = compiled.backward(step, grads, wide, extra, self.run.workspace())
+            of_operands = compiled.backward(step, grads, wide, extra, self.run.planner.workspace())
         if compiled.is_late:
             compiled.count_late(stopwatch.now() - begun, n)
         for position, grad in zip(compiled.grad_shared, of_operands or (), strict=False):

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fxbatch.codegen.kernel import Workspace
 from fxbatch.ir import Program, Schedule
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.select import met_alone
@@ -95,10 +94,6 @@ class Run:
             phase.views = None
         self.phases.clear()
 
-    def workspace(self) -> Workspace:
-        """Where the kernels' intermediates are."""
-        return self.planner.workspace()
-
     # -- running a phase ----------------------------------------------------------------------------
 
     def run(self, program: Program) -> None:
@@ -167,11 +162,9 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        if self.watched:
-            with shown_modes():
-                self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
-        else:
-            self.launches += execute_forward(phase, self.memory, self.workspace(), native=self.native)
+        with shown_modes() if self.watched else nullcontext():
+            workspace = self.planner.workspace()
+            self.launches += execute_forward(phase, self.memory, workspace, native=self.native)
         columns = self.memory.phases.ran() if phase.whole_plan is None else phase.whole_plan.columns
         self.value_row, self.value_type, self.value_needs = columns
         if self.lasting and self.grad:
