@@ -145,14 +145,12 @@ class OperationSet:
         """The shared operands without gradients of their own that backward reads: by signature, and which of its."""
         operands = []
         for c in self.compiled:
-            graphs = () if c is None or c.graphs is None else (c.graphs.backward, c.graphs.parameters)
-            for graph in graphs:
-                if c is not None and graph is not None and c.signature.shared:
-                    places = [node for node in graph.graph.nodes if node.op == "placeholder"]
-                    operand_places = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
-                    operands += [
-                        (c.signature, i) for i, (x, need) in enumerate(operand_places) if x.users and not need
-                    ]
+            if c is None or c.graphs is None or not c.signature.shared:
+                continue
+            for graph in filter(None, (c.graphs.backward, c.graphs.parameters)):
+                places = [node for node in graph.graph.nodes if node.op == "placeholder"]
+                pairs = zip(places[-len(c.signature.shared) :], c.needs[1], strict=True)
+                operands += [(c.signature, i) for i, (x, need) in enumerate(pairs) if x.users and not need]
         return list(dict.fromkeys(operands))
 
 
