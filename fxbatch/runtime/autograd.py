@@ -134,8 +134,6 @@ def _attached(
     """The tensors of `take_results`, by one autograd function of these inputs."""
     needs = [any_of(run.value_needs, values) for values in requests] if inputs else []
     if not any(needs):
-        if not torch.is_grad_enabled():
-            return [run.rows(values) for values in requests]
         with torch.no_grad():
             return [run.rows(values) for values in requests]
     if inside_functorch():
