@@ -53,11 +53,6 @@ class Phase:
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 
     @property
-    def whole(self) -> bool:
-        """Whether it is the only phase of its minibatch."""
-        return self.whole_plan is not None
-
-    @property
     def compiled(self) -> tuple[CompiledOperation | None, ...]:
         """One a signature, None where the program has no call of it."""
         return self.operations.compiled
@@ -186,7 +181,7 @@ def native_steps_of(
     if table is None:
         return None
     arenas, places = memory.columns(phase.operations.arrays)
-    if written is None and not phase.whole:
+    if written is None and phase.whole_plan is None:
         filled = memory.filled[table] = table.fill_again(memory.filled.get(table), places, memory.shared)
     else:
         filled = table.fill(places, memory.shared, asked, written)
@@ -221,7 +216,7 @@ def execute_forward(phase: Phase, memory: Memory, workspace: Workspace, *, nativ
         if stop < steps:
             launches += _run_one(phase, memory, workspace, stop, rows, native=native_steps is not None)
         k = stop + 1
-    if not phase.whole:
+    if phase.whole_plan is None:
         phase.views = None  # the next phase moves the memory
     return launches
 
@@ -302,7 +297,7 @@ def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> int:
     s = plan.step_signature.item(k)
     signature, payload = phase.program.signatures[s], phase.program.constants[s]
     first, n = plan.step_offset.item(k), plan.step_rows.item(k)
-    if not phase.whole:  # rows are counted over all phases
+    if phase.whole_plan is None:  # rows are counted over all phases
         first -= memory.calls(phase.operation(k)) - len(payload)
     place = (
         memory.row_place(signature.outputs[0], plan.block_start.item(plan.first_block.item(k)))
