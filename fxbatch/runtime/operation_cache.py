@@ -340,8 +340,5 @@ class OperationCache:
             compiled = compile_operation(signature, needs, shared, late=late, most=most, **options)
         return self._entries.put(waiting_key if compiled.is_late else key, compiled)
 
-    def clear(self) -> None:
-        self._entries.clear()
-
     def __len__(self) -> int:
         return len(self._entries)
