@@ -241,13 +241,11 @@ class SizedCalls(Protocol):
 class SignatureTable:
     """Interns signatures by their whole key; thread safe; ids are stable."""
 
-    def __init__(
-        self, limit: int = 4096, *, verify: bool = False, forward: Callable[..., object] | None = None
-    ) -> None:
+    def __init__(self, limit: int = 4096, *, verify: bool = False) -> None:
         self.limit = limit
         self.verify = verify  # whether mistakes inside fxbatch are raised, see mistakes.py
         self.lock = threading.RLock()
-        self.forward = forward  # the decorated callable, where there is one
+        self.forward: Callable[..., object] | None = None  # the decorated callable, where there is one
         self.signatures: list[Signature] = []
         self.light = 0  # of these, those without graphs of their own
         self.types: list[TensorSpec] = []  # in the order of Program.types
@@ -294,7 +292,8 @@ class SignatureTable:
         return snapshot
 
     def add(self, signature: Signature, outcome: BodyRun | None = None) -> Entry:
-        """Give a new signature its id. The caller holds the lock and has looked its key up."""
+        """Give a new signature its id; outcome: of its call, None for constants. The caller holds the lock and has
+        looked its key up."""
         sid = len(self.signatures)
         for t in signature.outputs:
             if t not in self.type_ids:
@@ -304,11 +303,9 @@ class SignatureTable:
         types = tuple(self.type_ids[t] for t in signature.outputs)
         self.signatures.append(signature)
         self.light += signature.sizes is not None or signature.operation.kind in CONSTANT_KINDS
-        differentiable = tuple(t.differentiable for t in signature.outputs)
-        passes = differentiable if outcome is None else outcome.gradients
         entry = Entry(sid, signature, types, outcome)
-        if signature.modes.grad and any(passes) and signature.operation.kind not in CONSTANT_KINDS:
-            entry.carries = bytes([3 if passed else 1 for passed in passes])
+        if signature.modes.grad and outcome is not None and any(outcome.gradients):
+            entry.carries = bytes([3 if passed else 1 for passed in outcome.gradients])
         return entry
 
     def operation(self, made: Operation) -> Operation:
