@@ -168,22 +168,14 @@ class RecordedCalls(Columns):
         self.table = table
         self.instances = instances
         self.recalls = recalls
-        self.base = self.count = next(_ranges) * _RANGE
         self.graded = False
         self.values = new_values()
         self.sigs, self.inputs = new_column(), new_column()
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
         self.runs: list[int] = [0]  # ... and belongs to instance runs[k]
-        self.payload, self.settled = {}, None
-        self.constants = new_constants()
-        self.numbers: dict[object, Value] = {}
-        self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
-        self.number_of: dict[int, Any] = {}  # value id -> lifted number
-        self.row_calls, self.lifted, self.number_ids, self.once = {}, {}, {}, {}
-        self.filled, self.made_by = dict.fromkeys(table.filled), {}
+        self.payload, self.lifted = {}, {}
+        self._know_nothing()
         self.uses = None if table.used is None else {}
-        self.index_numbers: dict[torch.device, dict[int, int]] = {}
-        self.phases = Phases(table)  # that have run
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
@@ -204,6 +196,18 @@ class RecordedCalls(Columns):
         elif recalls:
             self.look_at_modules()
         self.changes = ModuleChanges(self.knowledge.modules.containers if recalls else ())
+
+    def _know_nothing(self) -> None:
+        """No call was recorded and no tensor met: values are of another range from here on."""
+        self.base = self.count = next(_ranges) * _RANGE
+        self.constants, self.settled = new_constants(), None
+        self.numbers: dict[object, Value] = {}
+        self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
+        self.number_of: dict[int, Any] = {}  # value id -> lifted number
+        self.row_calls, self.number_ids, self.once = {}, {}, {}
+        self.index_numbers: dict[torch.device, dict[int, int]] = {}
+        self.filled, self.made_by = dict.fromkeys(self.table.filled), {}
+        self.phases = Phases(self.table)  # that have run
 
     # Modes
 
@@ -699,14 +703,11 @@ class RecordedCalls(Columns):
         somebody still refers to are constants of calls to come. read: gives real tensors of values. How many there are.
         """
         assert not self.pending, "calls that are forgotten have run"
-        self.numbers, self.parameter_rows, self.row_calls = {}, {}, {}
-        self.index_numbers, self.number_ids, self.once = {}, {}, {}
-        self.filled, self.made_by, self.uses = dict.fromkeys(self.table.filled), {}, None
-        self.number_of, self.constants, self.settled = {}, new_constants(), None
+        base, self.uses = self.base, None
+        self._know_nothing()  # values that this alone has referred to are gone
         values: list[Value] = self.values.living()
         types = {v._value: v._type for v in values}
-        tensors = read([number - self.base for number in types])
-        self.base = self.count = next(_ranges) * _RANGE
+        tensors = read([number - base for number in types])
         numbers: dict[int, int] = {}
         for (number, kind), tensor in zip(types.items(), tensors, strict=True):
             entry = self.table.constant(self.table.types[kind])
@@ -716,7 +717,6 @@ class RecordedCalls(Columns):
             self.count += 1
         for v in values:
             v._value = numbers[v._value]
-        self.phases = Phases(self.table)
         return len(numbers)
 
     def final_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
