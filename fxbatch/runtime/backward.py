@@ -81,7 +81,7 @@ class Left(NamedTuple):
         n = self.memory.calls(compiled)
         if ref.kind == "group":
             position = compiled.kept_groups.index(ref.index)
-            size, rows = compiled.kept_members[position], self.memory.kept(compiled, position)
+            size, rows = compiled.kept_members[position], self.memory.kept_rows(compiled, position)
             rows = rows[: n * size]
             return rows if size == 1 else rows.view(n, size, *rows.shape[1:])
         if ref.kind == "output":

@@ -174,7 +174,7 @@ class BlockMemory:
             walk(program, plan, arenas, self._before(phase.operations), _caller(phase.compiled), constants)
         else:
             kinds, rows = self.type_of_value, self.row_of_value
-            early = [self.read(kinds.item(values[0]), rows[values]) for values in phase.unrolled.known]
+            early = [self.read(kinds.item(values[0]), rows[values]) for values in phase.unrolled.early]
             results = phase.unrolled(phase.unrolled.arguments(early, program.constants))
             row = np.concatenate([rows[: program.known], np.full(program.values - program.known, -1)])
             for values, tensor in zip(phase.unrolled.results, results, strict=True):
@@ -255,7 +255,7 @@ def _caller(compiled: Sequence[CompiledOperation | None]) -> CallStep:
 class Unrolled:
     """The emitted module and what its arguments and results are.
 
-    Arguments, in this order: a tensor `[rows, *shape]` for each of `constants` and of `known`, then the
+    Arguments, in this order: a tensor `[rows, *shape]` for each of `constants` and of `early`, then the
     tensors of `shared`. Results: a tensor `[rows, *shape]` for each of `results`, which are value ids.
     """
 
@@ -264,17 +264,17 @@ class Unrolled:
     operations: OperationSet
     graph_module: fx.GraphModule
     constants: tuple[tuple[int, np.ndarray], ...]  # signature, positions in its payload
-    known: tuple[np.ndarray, ...]  # value ids
+    early: tuple[np.ndarray, ...]  # value ids
     shared: tuple[SharedOperand, ...]
     results: tuple[np.ndarray, ...]
 
     def arguments(
-        self, known: Sequence[torch.Tensor] = (), payloads: Mapping[int, Sequence[object]] | None = None
+        self, early: Sequence[torch.Tensor] = (), payloads: Mapping[int, Sequence[object]] | None = None
     ) -> list[torch.Tensor]:
         """The tensors to call the module with; `payloads` takes the place of `program.constants`."""
         payloads = self.program.constants if payloads is None else payloads
         stacked = [stack_constants(self.program.signatures, payloads, *place) for place in self.constants]
-        return [*stacked, *known, *(operand.resolve() for operand in self.shared)]
+        return [*stacked, *early, *(operand.resolve() for operand in self.shared)]
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         results: tuple[torch.Tensor, ...] = self.graph_module(*arguments)

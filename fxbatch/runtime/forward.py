@@ -115,7 +115,7 @@ class StepViews:
         first, n = self.phase.plan.step_offset.item(k), self.phase.plan.step_rows.item(k)
         groups: list[Kept] = []
         for i, size in enumerate(compiled.kept_members):
-            flat = memory.kept(compiled, i).narrow(0, first * size, n * size)
+            flat = memory.kept_rows(compiled, i).narrow(0, first * size, n * size)
             wide = flat if size == 1 else flat.view(n, size, *flat.shape[1:])
             groups.append((None if memory.in_place(compiled, i) else flat, wide))
         saved = [memory.saved(compiled, i).narrow(0, first, n) for i in range(len(compiled.saved_types))]

@@ -350,7 +350,7 @@ class Memory(Pieces):
         """Whether any operation keeps rows for its backward."""
         return len(self.rows) > len(self._arena)
 
-    def kept(self, compiled: CompiledOperation, position: int) -> torch.Tensor:
+    def kept_rows(self, compiled: CompiledOperation, position: int) -> torch.Tensor:
         """The rows of a kept group, those of its members one after another."""
         return self.tensor(self.first_of[compiled] + position)
 

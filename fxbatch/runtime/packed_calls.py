@@ -564,8 +564,8 @@ class _Resolution:
         values.note(program)
         self.resolved = np.zeros(len(program), dtype=bool)
         self.ran = self.resolved.copy()  # in the run's memory
-        own = np.full(len(program.call_of_value), -1, dtype=np.int64)
-        self.number = np.concatenate([values.numbers(program.known), own])  # of each value in it
+        none = np.full(len(program.call_of_value), -1, dtype=np.int64)
+        self.number = np.concatenate([values.numbers(program.known), none])  # of each value in it
 
     @property
     def left(self) -> np.ndarray:

@@ -92,7 +92,7 @@ class Variant:
 class PackedFamily:
     """The packed functions of a forward for one kind of instances."""
 
-    own: list[set[int]]  # per tensor the dimensions that have differed
+    differing: list[set[int]]  # per tensor the dimensions that have differed
     shapes: list[tuple[int, ...]]  # per tensor a shape that was met
     variants: list[Variant] = field(default_factory=list)
     reason: str = ""  # why it is not packed
@@ -104,15 +104,15 @@ class PackedFamily:
     def note(self, bounds: Sequence[Bounds]) -> None:
         """Take in the sizes of a minibatch; where another dimension differs, graphs are built anew."""
         changed = False
-        for dims, (low, high), seen in zip(self.own, bounds, self.shapes, strict=True):
+        for dims, (low, high), seen in zip(self.differing, bounds, self.shapes, strict=True):
             for d, size in enumerate(seen):
                 if d not in dims and not low[d] == high[d] == size:
                     dims.add(d)
                     changed = True
         if changed:
-            self.dynamic = tuple(tuple(sorted(dims)) for dims in self.own)
+            self.dynamic = tuple(tuple(sorted(dims)) for dims in self.differing)
             self.variants, self.reason, self.built = [], "", 0
-        if sum(map(len, self.own)) > MOST_SIZES or any(len(dims) > 2 for dims in self.own):
+        if sum(map(len, self.differing)) > MOST_SIZES or any(len(dims) > 2 for dims in self.differing):
             self.reason = "too many sizes of its own"
 
 
@@ -175,7 +175,7 @@ class PackedForward:
             family = PackedFamily([set() for _ in bounds], [tuple(s[0].tolist()) for s in columns.shapes])
             self.families.put(key, family)
         family.note(bounds)
-        return family if any(family.own) else None
+        return family if any(family.differing) else None
 
     def _key(self, kind: _Kind) -> object:
         """All that a packed function depends on but the sizes."""

@@ -73,14 +73,14 @@ class PointerTable:
             programs.append(None if step is None else step.program)
             if operation is not None and step is not None:
                 groups, saved = len(operation.kept_groups), len(operation.saved_types)
-                own = len(rows) // 3 + 1
-                shared = own + groups + saved
+                first_array = len(rows) // 3 + 1
+                shared = first_array + groups + saved
                 rows.extend((groups, saved, 0))
                 rows.extend((0, 0, 0) * (groups + saved))
                 for size in step.shared_bytes:
                     rows.extend((0, size, 0))
                 rows.extend((0, 0, 0) * len(operation.extra_types))
-                at += range(own, shared)
+                at += range(first_array, shared)
                 read += range(arrays.first[s], arrays.first[s] + groups + saved)
                 parts.append(_Part(s, operation, step, shared, shared + len(step.shared_bytes)))
             first.append(len(rows) // 3)

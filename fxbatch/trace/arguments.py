@@ -167,10 +167,10 @@ def without_arrays(
     return as_tensors
 
 
-def without_derived(given: object) -> Any:
+def without_derived(arguments: object) -> Any:
     """Arguments with plain data in place of objects of classes derived from int, float or str, which are to
     torch what they are derived from; None where there are none."""
-    leaves, spec = tree_flatten(given)
+    leaves, spec = tree_flatten(arguments)
     plain_leaves = [_plain(x) for x in leaves]
     return (
         tree_unflatten(plain_leaves, spec)
@@ -193,8 +193,8 @@ class Arguments:
     """The arguments of one call, and the tensors among them in pytree order."""
 
     __slots__ = (
-        "_template", "args", "copied", "first_shared", "kwargs", "leaves", "own", "recorder", "rows", "shared", "slots",
-        "values", "viewed", "views",
+        "_template", "args", "copied", "first_shared", "kwargs", "leaves", "recorder", "rows", "shared", "slots",
+        "users_code", "values", "viewed", "views",
     )  # fmt: skip
 
     def __init__(
@@ -204,14 +204,14 @@ class Arguments:
         kwargs: dict[str, object],
         *,
         views: bool = False,
-        own: bool = False,
+        users_code: bool = False,
     ) -> None:
         self.recorder = recorder
         self.args, self.kwargs = args, kwargs
         self.first_shared = 0  # how many shared operands are the called module's own, before these
         self.views = views  # whether to look for views of shared operands, such as `weight.T` ...
         self.viewed = False  # ... and whether there was one
-        self.own = own  # whether users' code is called: to it members of enumerations are not their numbers
+        self.users_code = users_code  # is called, to which members of enumerations are not their numbers
         self.copied = False  # whether a parameter, or a view of one, was taken for what it holds now
         self.rows = False  # whether there was a row of a parameter that is looked up
         self.values: list[Value] = []  # one an input
@@ -250,7 +250,7 @@ class Arguments:
         if is_pytree_node(kind) and kind is not torch.Size:
             leaves, spec = tree_flatten(x)
             return (kind, repr(spec), *[self._key(y) for y in leaves])
-        return (kind, ByIdentity(x)) if self.own and isinstance(x, enum.Enum) else static_key(x)
+        return (kind, ByIdentity(x)) if self.users_code and isinstance(x, enum.Enum) else static_key(x)
 
     def _input(self, v: Value, leaf: torch.Tensor) -> int:
         if v._recorder is not self.recorder:

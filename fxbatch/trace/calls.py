@@ -152,9 +152,9 @@ def call_function(
         return result
     if len(args) == 2 and not kwargs and (func in LIFTS or func in LIFTS_FLOAT):
         args = tuple(x.item() if isinstance(x, np.generic) else x for x in args)
-        found = call_lifted(recorder, func, args)
-        if found is not None:
-            return found
+        result = call_lifted(recorder, func, args)
+        if result is not None:
+            return result
     elif func is GETITEM and (taker := taker_of(*args)) is not None:
         func = taker
     elif func in WITHIN_RANGE and any(type(x) is Value for x in args[1 if func is F.embedding else 0 :]):
@@ -162,7 +162,7 @@ def call_function(
     elif func == torch.where and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.uint8:
         func = where_by_bytes
     is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
-    arguments = Arguments(recorder, args, kwargs, views=func is not on_views, own=is_custom)
+    arguments = Arguments(recorder, args, kwargs, views=func is not on_views, users_code=is_custom)
     try:
         key = (func, *arguments.key())
     except OpaqueArgumentError as error:
@@ -328,40 +328,40 @@ def _new_function(key: object, func: Any, arguments: Arguments, reason: str) -> 
 
 
 def function_entry(
-    made: Operation, arguments: Arguments, examined: ExaminedFunction | None = None, reason: str = ""
+    called: Operation, arguments: Arguments, examined: ExaminedFunction | None = None, reason: str = ""
 ) -> Entry | Known | str:
     """The signature of a function call that was not met before, from one run on fake tensors.
 
     examined: what the code reads, where the function is the user's; reason: why it is not to be batched.
     """
-    _refuse_running_statistics(made.target, arguments.args, arguments.kwargs)
-    if made.target in PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
+    _refuse_running_statistics(called.target, arguments.args, arguments.kwargs)
+    if called.target in PACKED and (len(arguments.args) != 9 or isinstance(arguments.args[3], (list, tuple))):
         return "reads batch sizes of a packed sequence"
     template, inputs = arguments.template(), arguments.types()
     if examined is not None:
         arguments.recorder.knowledge.places = None  # what is known of the function may be more then
 
     try:
-        outcome = arguments.outcome(made.target, template)
+        outcome = arguments.outcome(called.target, template)
     except BodyError as error:
-        raise TraceError(f"{made.name}: {error}{at_line()}") from None
+        raise TraceError(f"{called.name}: {error}{at_line()}") from None
     except NEEDS_VALUES as error:
         return _why_values(error)
     except (MemoryError, torch.OutOfMemoryError):  # of this moment, not of the function
         raise
     except Exception as error:  # noqa: BLE001 - raised or handed back elsewhere
-        _raise_as_eager(template, made.target, inputs, [s.resolve() for s in arguments.shared])
+        _raise_as_eager(template, called.target, inputs, [s.resolve() for s in arguments.shared])
         return _why_values(error)
     if outcome.written_shared:
-        raise BatchCoupledError(f"{made.name}: {WRITES_TO_SHARED}{at_line()}")
+        raise BatchCoupledError(f"{called.name}: {WRITES_TO_SHARED}{at_line()}")
     if outcome.written:
-        return written_entry(made, arguments, outcome, reason)
+        return written_entry(called, arguments, outcome, reason)
     if not outcome.outputs:
         return Known(outcome.result.fill(output=()))
     reason = examined.reason or reason if examined is not None else reason
     frozen = None if examined is None else Frozen(None, examined.reads)
     entry = arguments.recorder.signed(
-        made, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen
+        called, inputs, arguments.shared, template, outcome, reason=reason, frozen=frozen
     )
     entry.guards = None if examined is None else examined.guards
     return entry
@@ -517,12 +517,12 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
     types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
 
     def make() -> Entry:
-        made = Operation(function_name(func), "function", func, FUNCTION)
+        called = Operation(function_name(func), "function", func, FUNCTION)
         count = itertools.count()
         slots = tuple(Slot("output", next(count)) if isinstance(x, torch.Tensor) else x for x in leaves)
         new = (-1,) * len(types)
         outcome = BodyRun(types, Template(slots, spec), tuple(t.differentiable for t in types), new, new)
-        return recorder.signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
+        return recorder.signed(called, arguments.types(), arguments.shared, template, outcome, reason=reason)
 
     return recorder.emit(recorder.new_entry(("dependent", key, types), make), arguments.values)
 
@@ -603,9 +603,9 @@ def _note_marked(recorder: RecordedCalls, func: object, reason: str) -> None:
 
 def _marked_entry(examined: ExaminedFunction, arguments: Arguments) -> object:
     """As `function_entry`, of an `@operation` function."""
-    made = Operation(function_name(examined.target), "function", examined.target, MARKED)
+    called = Operation(function_name(examined.target), "function", examined.target, MARKED)
     try:
-        entry = function_entry(made, arguments, examined)
+        entry = function_entry(called, arguments, examined)
     except (BatchCoupledError, InPlaceError):
         raise
     except Exception as error:  # noqa: BLE001 - the body runs again, traced through, and raises there

@@ -69,8 +69,8 @@ def _names(x: object) -> tuple[str, ...]:
     attributes = list(getattr(x, "__dict__", ()))
     slots: list[str] = []
     for kind in type(x).__mro__:
-        given = kind.__dict__.get("__slots__", ())
-        slots += [given] if isinstance(given, str) else given
+        names = kind.__dict__.get("__slots__", ())
+        slots += [names] if isinstance(names, str) else names
     return (*attributes, *[s for s in slots if s not in ("__dict__", "__weakref__") and hasattr(x, s)])
 
 

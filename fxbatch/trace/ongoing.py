@@ -73,8 +73,8 @@ class OngoingRecording(Turns, Generic[Ticket]):
     ) -> None:
         """new_execution: gives the state of a new run, which has `real(results)`: results with real tensors in place of
         values. slots: how many instances there may be at a time. statistics: where waits are counted."""
-        known = known_model(table, roots[0] if roots else None)
-        self.reads = known.places or known.reads.items
+        model = known_model(table, roots[0] if roots else None)
+        self.reads = model.places or model.reads.items
         recorder = Recorder(table, roots, slots, recalls=True)
         recorder.watches_operands = True
         self.execution: Any

@@ -314,7 +314,7 @@ class Walk:
     def _field(self, name: str) -> Things:
         """An attribute of what is computed, or given."""
         self.fields.add(name)
-        for cls in self.roots.given:
+        for cls in self.roots.classes:
             owner, member = found_in(cls, name)
             users = owner is not None and not is_library(owner.__module__)
             if users and not isinstance(member, MemberDescriptorType):
@@ -542,9 +542,9 @@ class Walk:
         names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
         last = zip(reversed(names), reversed(f.__defaults__ or ()), strict=False)
         defaults = {**dict(last), **(f.__kwdefaults__ or {})}
-        found = {name: self._default(value, f"the default of {name}") for name, value in defaults.items()}
+        things = {name: self._default(value, f"the default of {name}") for name, value in defaults.items()}
         self.functions[id(node)] = f.__qualname__, node
-        return self._run(node, None, f.__globals__, cells, args, kwargs, spread, path, found)
+        return self._run(node, None, f.__globals__, cells, args, kwargs, spread, path, things)
 
     def _default(self, value: object, path: str) -> Things | str:
         try:
@@ -859,7 +859,7 @@ class Walk:
             return self._parent(scope)
         if name in ("hasattr", "getattr"):
             begins, whole = self._text(e.args[1] if len(e.args) > 1 else None, scope)
-            if whole and args[0] == DATA and (self.roots.given or self.roots.loose):
+            if whole and args[0] == DATA and (self.roots.classes or self.roots.loose):
                 return self._field(begins) | frozenset().union(*args[2:])
             modules = [t.object for t in args[0] if isinstance(t.object, torch.nn.Module)]
             if COMPUTED not in args[0] and begins and (whole or len(modules) == len(args[0])):

@@ -177,8 +177,8 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of bounds for dimension 0 with size {size}{at_line()}")
     row = index + size if index < 0 else index
-    known = recorder.row_calls.get((recorder.knowledge.mode, v._type))
-    entry, _, numbers = _lift_rows(recorder, v) if known is None else known
+    row_call = recorder.row_calls.get((recorder.knowledge.mode, v._type))
+    entry, _, numbers = _lift_rows(recorder, v) if row_call is None else row_call
     number = numbers.get(row)
     if number is None:
         number = numbers[row] = recorder.number(row, torch.int64, t.device)._value

@@ -184,15 +184,15 @@ class RecordedCalls(Columns):
         self.by_parts = set()
         self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
         roots = tuple(roots)
-        known = self._recalled(roots) if recalls else None
-        self.knowledge = known or Knowledge(roots)
+        recalled = self._recalled(roots) if recalls else None
+        self.knowledge = recalled or Knowledge(roots)
         self.sync_modes()
         self.plain_operands: dict[tuple[int, str], tuple[SharedOperand, torch.Tensor, int]] = {}
-        if known is not None:
-            self.operands = versions_now(known.modules.operands)
+        if recalled is not None:
+            self.operands = versions_now(recalled.modules.operands)
             for examined in self.knowledge.examined.values():
                 self._watch_plain_operands(examined)
-            self.heard.parameters = known.modules.bare
+            self.heard.parameters = recalled.modules.bare
         elif recalls:
             self.look_at_modules()
         self.changes = ModuleChanges(self.knowledge.modules.containers if recalls else ())
@@ -236,7 +236,7 @@ class RecordedCalls(Columns):
 
     def signed(
         self,
-        made: Operation,
+        called: Operation,
         inputs: Sequence[TensorSpec],
         shared: Sequence[SharedOperand],
         arguments: Template,
@@ -249,7 +249,7 @@ class RecordedCalls(Columns):
     ) -> Entry:
         """The entry of a call that was not met before: its signature, with an id from here on. names: of the shared
         operands that are the module's own; reason: why it is not to be batched."""
-        operation = self.table.operation(replace(made, random=outcome.random))
+        operation = self.table.operation(replace(called, random=outcome.random))
         inputs, modes = tuple(inputs), self.modes(training, detaches=outcome.detaches(inputs))
         signature = Signature(
             operation, inputs, outcome.outputs, tuple(shared), arguments, outcome.result, modes, names, user_line(),

@@ -234,7 +234,7 @@ class SizedCalls(Protocol):
     def awaits(self, entries: Entries, arguments: CallArguments) -> bool: ...
 
     def met(
-        self, entries: Entries, arguments: CallArguments, made: tuple[Hashable, Entry], *, of: object = None
+        self, entries: Entries, arguments: CallArguments, pair: tuple[Hashable, Entry], *, of: object = None
     ) -> None: ...
 
 
@@ -308,12 +308,12 @@ class SignatureTable:
             entry.carries = bytes([3 if passed else 1 for passed in outcome.gradients])
         return entry
 
-    def operation(self, made: Operation) -> Operation:
+    def operation(self, operation: Operation) -> Operation:
         """The one Operation of these: of one module, or of equal functions."""
-        target = ByIdentity(made.target) if made.kind == "module" else made.target
-        key = made.kind, target, made.method, made.name, made.rule, made.random
+        target = ByIdentity(operation.target) if operation.kind == "module" else operation.target
+        key = operation.kind, target, operation.method, operation.name, operation.rule, operation.random
         with self.lock:
-            return self.operations.setdefault(key, made)
+            return self.operations.setdefault(key, operation)
 
     def view_key(self, base: torch.Tensor, geometry: tuple[object, ...]) -> object:
         """The one object that stands for all views of a parameter with this geometry."""

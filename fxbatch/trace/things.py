@@ -92,5 +92,5 @@ class Roots(NamedTuple):
     module: torch.nn.Module | None
     method: str
     function: object
-    given: tuple[type, ...] = ()  # classes of objects among its arguments
+    classes: tuple[type, ...] = ()  # classes of objects among its arguments
     loose: bool = False  # whether it need not be plain: what can't be compared is left out

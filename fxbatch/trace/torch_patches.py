@@ -203,16 +203,16 @@ def _functional_call(
 
 
 def _all_tensors(
-    module: torch.nn.Module, given: dict[str, torch.Tensor], tied: bool
+    module: torch.nn.Module, passed: dict[str, torch.Tensor], tied: bool
 ) -> dict[str, torch.Tensor]:
     """The given tensors, and the module's own for the names that are not given (nor tied to one that is)."""
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    replaced = {id(tensors[name]) for name in given if name in tensors} if tied else set()
-    rest = {name: t for name, t in tensors.items() if name not in given and id(t) not in replaced}
-    return {**given, **rest}
+    replaced = {id(tensors[name]) for name in passed if name in tensors} if tied else set()
+    rest = {name: t for name, t in tensors.items() if name not in passed and id(t) not in replaced}
+    return {**passed, **rest}
 
 
 @stands_for(functorch_transforms, "_wrap_tensor_for_grad")

@@ -434,14 +434,14 @@ def _check_fresh(traces: Sequence[Trace], now: tuple[str, ...], *, whole: bool) 
 
 
 def _signature_ids(
-    traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None, known: KnownModel
+    traces: Sequence[Trace], recorder: Recorder, model: torch.nn.Module | None, model_state: KnownModel
 ) -> list[np.ndarray]:
     """For each trace the table's id of each of its signatures."""
     sid_of_key: dict[str, int] = {}
     out = []
     with contextlib.ExitStack() as stack:
         for trace in traces:
-            ids = known.ids.get(trace.digest)
+            ids = model_state.ids.get(trace.digest)
             if ids is None:
                 missing = [s for s in trace.signatures if s.key not in sid_of_key]
                 if missing:
@@ -449,7 +449,7 @@ def _signature_ids(
                 for s in missing:
                     sid_of_key[s.key] = find_again(s, recorder.table, model)
                 ids = np.array([sid_of_key[s.key] for s in trace.signatures], dtype=np.int32)
-                known.ids.put(trace.digest, ids)
+                model_state.ids.put(trace.digest, ids)
             out.append(ids)
     return out
 
@@ -477,7 +477,7 @@ def _concatenate(traces: Sequence[Trace], recorder: Recorder, ids: list[np.ndarr
 
 def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Signatures as int32 [calls] and inputs, values counted from 0, of traces one behind the other."""
-    sizes, known, values = (
+    calls, signatures, values = (
         np.array(n, dtype=np.int64)
         for n in ([len(t.sig) for t in traces], [len(m) for m in ids], [t.values for t in traces])
     )
@@ -485,7 +485,7 @@ def join_columns(traces: Sequence[Trace], ids: Sequence[np.ndarray]) -> tuple[np
     reads = [len(t.inputs) for t in traces]
     if not all(t.sound for t in traces):
         raise IndexError("a trace names a signature or a value that it does not have")
-    table_sig = np.concatenate(ids)[sig + (known.cumsum() - known).repeat(sizes)]
+    table_sig = np.concatenate(ids)[sig + (signatures.cumsum() - signatures).repeat(calls)]
     return table_sig, inputs + (values.cumsum() - values).repeat(reads)
 
 

@@ -115,35 +115,35 @@ def on_copies(
     return copies + [x for x in others if not any(x is c for c in copies)]
 
 
-def written_entry(made: Operation, arguments: Arguments, outcome: BodyRun, reason: str = "") -> Entry:
+def written_entry(called: Operation, arguments: Arguments, outcome: BodyRun, reason: str = "") -> Entry:
     """The signature, without writes, of a call that writes to its inputs; reason: why it is not to be batched."""
-    pure = _RESHAPING_FORMS.get(made.target)
+    pure = _RESHAPING_FORMS.get(called.target)
     if pure is not None and outcome.written == (0,):
         operation = Operation(function_name(pure), "function", pure, FUNCTION)
         entry = _signed(operation, arguments, outcome, reason)
         if entry is not None:
             return entry
     if outcome.reshaped:
-        raise InPlaceError(f"{made.name} changes the shape of a tensor in place{at_line()}")
+        raise InPlaceError(f"{called.name} changes the shape of a tensor in place{at_line()}")
     leaves, _ = tree_flatten((arguments.args, arguments.kwargs))
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     slots = [i for i, slot in zip(tensors, arguments.slots, strict=True) if slot.kind == "input"]
     places = tuple(slots[i] for i in outcome.written)
-    operation = Operation(made.name, "function", on_copies, FUNCTION)
-    entry = _signed(operation, arguments, outcome, reason, made.target, places)
+    operation = Operation(called.name, "function", on_copies, FUNCTION)
+    entry = _signed(operation, arguments, outcome, reason, called.target, places)
     assert entry is not None
     return entry
 
 
 def _signed(
-    made: Operation, arguments: Arguments, written: BodyRun, reason: str, *before: object
+    called: Operation, arguments: Arguments, written: BodyRun, reason: str, *before: object
 ) -> Entry | None:
     template = arguments.template(*before)
-    outcome = arguments.outcome(made.target, template)
+    outcome = arguments.outcome(called.target, template)
     if outcome.written or outcome.written_shared:
         return None
     signed = arguments.recorder.signed
-    entry = signed(made, arguments.types(), arguments.shared, template, outcome, reason=reason)
+    entry = signed(called, arguments.types(), arguments.shared, template, outcome, reason=reason)
     entry.written, entry.write = written.written, written
     alone = written.written == (0,) and len(entry.types) == 1 and arguments.leaves[0] is arguments.args[0]
     entry.written_as = WRITES_OTHERWISE
@@ -222,10 +222,10 @@ def written_call(arguments: Arguments, entry: Entry) -> object:
         rebind(recorder, target, new, name)
     write, left = entry.write, iter(rest)
     assert write is not None
-    own = [
+    results = [
         arguments.leaves[i] if i >= 0 else next(left) for i in write.same
     ]  # the user's objects are given back
-    return write.result.fill(output=own)
+    return write.result.fill(output=results)
 
 
 def with_content(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

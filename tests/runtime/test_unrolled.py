@@ -82,7 +82,7 @@ def test_any_program_with_values_of_earlier_phases(program: Program) -> None:
     known = [torch.randn(4) for _ in range(program.known)]
     wanted = dict(zip(program.outputs.tolist(), results_by_hand(program, known), strict=True))
     module = unrolled(program)
-    rows = [torch.stack([known[v] for v in values.tolist()]) for values in module.known]
+    rows = [torch.stack([known[v] for v in values.tolist()]) for values in module.early]
     found = module(module.arguments(rows))
     got = {v: t for vs, ts in zip(module.results, found, strict=True) for v, t in zip(vs.tolist(), ts)}
     assert got.keys() == wanted.keys()
