@@ -18,7 +18,7 @@ import torch
 
 from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
-from fxbatch.ir import Modes
+from fxbatch.ir import Modes, SharedOperand
 from fxbatch.runtime.argument_objects import Instance
 from fxbatch.runtime.autograd import mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
@@ -243,7 +243,9 @@ class ReadyMinibatch:
     renumber: Renumber
     phase: Phase | None  # planned; None where there is nothing to run
     fingerprint: tuple[str, ...]
-    operands: list[tuple[Any, torch.Tensor, bool]]  # shared operand, the tensor planned for, requires_grad
+    operands: list[
+        tuple[SharedOperand, torch.Tensor, bool]
+    ]  # shared operand, the tensor planned for, requires_grad
     under: Modes  # the modes that it was planned for
     integers: Sequence[IntegerColumn]  # constants whose numbers were read when it was planned
     constants: list[torch.Tensor]  # of which rows may have been read

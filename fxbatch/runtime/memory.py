@@ -512,6 +512,6 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def host_numbers(tensors: Sequence[torch.Tensor], kind: Any) -> np.ndarray:
+def host_numbers(tensors: Sequence[torch.Tensor], kind: type[np.generic]) -> np.ndarray:
     """The numbers of CPU tensors without dimensions, as an array; they wait for no device."""
     return np.array(list(map(torch.Tensor.item, tensors)), dtype=kind)

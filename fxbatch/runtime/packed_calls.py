@@ -41,7 +41,7 @@ from fxbatch.signature import Template, tensor_spec
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace.constants import RowColumn
-from fxbatch.trace.table import CallArguments, Entry, SignatureTable, static_key
+from fxbatch.trace.table import CallArguments, Entries, Entry, SignatureTable, static_key
 from fxbatch.trace.values import GETITEM
 
 if TYPE_CHECKING:  # it imports sympy, which takes half a second that most programs need not spend
@@ -102,9 +102,7 @@ class PackedCalls:
 
     # -- while recording ------------------------------------------------------------------------------
 
-    def entry(
-        self, entries: dict[object, object], arguments: CallArguments, *, of: object = None
-    ) -> Entry | None:
+    def entry(self, entries: Entries, arguments: CallArguments, *, of: object = None) -> Entry | None:
         """An entry for a call of a family whose function is for its sizes; None where there is none. of: the function
         that is called, if it is no module, whose entries these are."""
         recorder = arguments.recorder
@@ -148,12 +146,12 @@ class PackedCalls:
         table: SignatureTable = recorder.table
         return table.add(signature, dataclasses.replace(member.outcome, outputs=outputs))
 
-    def awaits(self, entries: dict[object, Any], arguments: CallArguments) -> bool:
+    def awaits(self, entries: Entries, arguments: CallArguments) -> bool:
         """Whether a function for the sizes of this call is still to be tried: too much was built at once."""
         family, watched = self._family(entries, arguments, None), arguments.recorder.watches_operands
         return watched and len(family.members) >= MEMBERS and family.function is None and not family.reason
 
-    def _built(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> bool:
+    def _built(self, entries: Entries, family: CallFamily, arguments: CallArguments) -> bool:
         """Whether it has a function now, by which its first members are packed as well from now on."""
         with building():
             self._build(family, arguments.types())
@@ -161,7 +159,7 @@ class PackedCalls:
             self._take_over(entries, family, arguments)
         return family.function is not None
 
-    def _take_over(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
+    def _take_over(self, entries: Entries, family: CallFamily, arguments: CallArguments) -> None:
         """From now on its first members run with it."""
         for key in family.keys:
             entries.pop(key, None)
@@ -176,9 +174,7 @@ class PackedCalls:
             if family.function is not None and _fitting_sizes(family.function, types) is None:
                 del self.first[signature]
 
-    def _entry_of_rows(
-        self, entries: dict[object, Any], key: object, arguments: CallArguments
-    ) -> Entry | None:
+    def _entry_of_rows(self, entries: Entries, key: object, arguments: CallArguments) -> Entry | None:
         """An entry for rows put together, which are a tensor of its own size to what reads it."""
         family: CallFamily | None = entries.get(key)
         if family is None or len(family.members) < MEMBERS:
@@ -202,7 +198,7 @@ class PackedCalls:
         return table.add(signature, dataclasses.replace(like.outcome, outputs=signature.outputs))
 
     def _met_rows(
-        self, entries: dict[object, Any], key: object, arguments: CallArguments, pair: tuple[object, Entry]
+        self, entries: Entries, key: object, arguments: CallArguments, pair: tuple[object, Entry]
     ) -> None:
         family: CallFamily = entries.setdefault(key, CallFamily())
         if len(family.members) < MEMBERS or len(arguments.values) >= LONG:
@@ -212,7 +208,7 @@ class PackedCalls:
 
     def met(
         self,
-        entries: dict[object, object],
+        entries: Entries,
         arguments: CallArguments,
         pair: tuple[object, Entry],
         *,
@@ -251,7 +247,7 @@ class PackedCalls:
         other = not _other_dimensions_fit(family.function, types)
         return other and not family.widest and self.may_try(PackedRoute.seconds_to_try)
 
-    def _widen(self, entries: dict[object, Any], family: CallFamily, arguments: CallArguments) -> None:
+    def _widen(self, entries: Entries, family: CallFamily, arguments: CallArguments) -> None:
         """One family of the calls that fit the function and of those that do not, if one function is for them all."""
         wider = CallFamily(family.numbers, family.places, family.key, family.members, family.keys)
         family.widest = True
@@ -260,7 +256,7 @@ class PackedCalls:
             for key in [k for k, e in entries.items() if type(e) is Entry and e.signature.sizes is family]:
                 del entries[key]
 
-    def _family(self, entries: dict[object, Any], arguments: CallArguments, of: object) -> CallFamily:
+    def _family(self, entries: Entries, arguments: CallArguments, of: object) -> CallFamily:
         template, types = arguments.template(), arguments.types()
         places = self._own_numbers(entries, template, types, of)
         numbers = {i: n for i, n in _sizes_in(template, types, of).items() if (i, "") not in places}
@@ -285,7 +281,7 @@ class PackedCalls:
             numbers, places = {}, ()  # then the numbers are what they are
 
     def _own_numbers(
-        self, entries: dict[object, Any], template: Template, types: Sequence[TensorSpec], of: object
+        self, entries: Entries, template: Template, types: Sequence[TensorSpec], of: object
     ) -> tuple[Place, ...]:
         """The numbers in an index, `x[2:5]`, `x[:, i]`, along dimensions in which such values differ: any others of
         these, in another call, are numbers of the same family. None of `x[i]`, which reads a row."""

@@ -341,9 +341,9 @@ class kernel_modes:
                 if torch.is_autocast_enabled(device):
                     self._stack.enter_context(torch.autocast(device, enabled=False))
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._stack is not None:
-            self._stack.__exit__(*raised)
+            self._stack.close()
         set_grad_enabled(self._grad)
 
 

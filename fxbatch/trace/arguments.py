@@ -379,11 +379,18 @@ def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Val
     value: Value = _looked_up(recorder, table, row, 1)
     value._flags |= CONSTANT
     args = table, recorder.number(row, torch.int64, table.device), 1
-    with DisableTorchFunctionSubclass():
-        entry = recorder.knowledge.functions.get((take_parameter_row, *Arguments(recorder, args, {}).key()))
-    if type(entry) is Entry:
+    if (entry := _entry_of(recorder, take_parameter_row, args, {})) is not None:
         recorder.remember(GETITEM, (table, row), {}, entry, any_number=True)
     return value
+
+
+def _entry_of(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Entry | None:
+    """What this call was recorded as; None where it was not."""
+    with DisableTorchFunctionSubclass():
+        entry = recorder.knowledge.functions.get((func, *Arguments(recorder, args, kwargs).key()))
+    return entry if type(entry) is Entry else None
 
 
 def _is_row(args: tuple[object, ...], func: object) -> TypeGuard[tuple[torch.Tensor, int]]:
@@ -402,7 +409,7 @@ MANY = 8  # times that something was computed of the same parameters before it i
 
 
 def _of_parameters(
-    recorder: Any, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Any:
     """What a function gives of parameters alone. The same for the MANY-th time, as for each node of an instance (a
     normalised embedding, a softmax over weights): a value, which is computed once."""
@@ -417,9 +424,8 @@ def _of_parameters(
     count = counts.get(often, 0)
     if count >= MANY and recorder.watches_operands:
         value = recorder.call(func, args, kwargs)
-        with DisableTorchFunctionSubclass():
-            entry = recorder.knowledge.functions.get((func, *Arguments(recorder, args, kwargs).key()))
-        if type(entry) is Entry and type(value) is Value and _is_one(entry):
+        entry = _entry_of(recorder, func, args, kwargs)
+        if entry is not None and type(value) is Value and _is_one(entry):
             entry.once = 1
             recorder.once.setdefault(entry.sid, value._value)
         return value
@@ -462,7 +468,7 @@ def _hashable(x: object) -> object:
     return tuple(map(_hashable, x)) if type(x) is tuple else x
 
 
-def _by_numbers(recorder: Any, index: object) -> object:
+def _by_numbers(recorder: RecordedCalls, index: object) -> object:
     """An index of positions, of which some are the instance's own tensors, as numbers; others as they are."""
     if type(index) is int or not (recorder.watches_operands and recorder.can_read()):
         return index
@@ -486,7 +492,9 @@ def taker_of(x: object, index: object) -> Callable[..., torch.Tensor] | None:
     return take_at if type(index) is Value and x.dim() else None
 
 
-def _is_recorded(recorder: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def _is_recorded(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> bool:
     """Whether a function computes something of what is an instance's own: its tensors, and rows that it chose."""
     nested = kwargs or any(type(x) in _NESTS for x in args)
     if not any(_is_own(recorder, x) for x in (tree_leaves((args, kwargs)) if nested else args)):
@@ -512,14 +520,14 @@ def _writes(func: object) -> bool:
     )
 
 
-def _is_own(recorder: Any, x: Any) -> bool:
+def _is_own(recorder: RecordedCalls, x: Any) -> bool:
     if type(x) is torch.Tensor:
         return x.is_leaf and x.dtype is not torch.bool and recorder.owner_of(x) is None
     return type(x) is BareView and type(vars(x).get(VIEW_KEY)) is Value
 
 
 def _heard_views(
-    recorder: Any, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+    recorder: RecordedCalls, key: object, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> object:
     """The function's own result. Views of bare parameters in it are heard of too, and are the same objects whenever
     they are asked for again (key: as what), so that calls of them are recorded in C from the second on."""
@@ -529,11 +537,12 @@ def _heard_views(
     views = [x for x in (result if type(result) in _NESTS else (result,)) if type(x) is torch.Tensor]
     with DisableTorchFunctionSubclass():
         for x in views:
-            if type(x._base) is BareParameter:
+            base = x._base
+            if type(base) is BareParameter:
                 row = row_of_parameter(recorder, x)
-                vars(x)[VIEW_KEY] = _view_key(recorder, x) if row is None else row
-                if row is not None and _is_row(args, func) and x._base is args[0] and x._base.dim() == 2:
-                    recorder.heard.tables[id(args[0]), recorder.knowledge.mode] = len(x._base)
+                vars(x)[VIEW_KEY] = _view_key(recorder, x, base) if row is None else row
+                if row is not None and _is_row(args, func) and base is args[0] and base.dim() == 2:
+                    recorder.heard.tables[id(base), recorder.knowledge.mode] = len(base)
     for x in views:
         if VIEW_KEY not in vars(x):
             recorder.heard.computed = True
@@ -545,9 +554,9 @@ def _heard_views(
     return result
 
 
-def _view_key(recorder: Any, x: torch.Tensor) -> object:
+def _view_key(recorder: RecordedCalls, x: torch.Tensor, base: torch.Tensor) -> object:
     geometry = tuple(x.shape), x.stride(), x.storage_offset(), x.is_conj(), x.is_neg()
-    return recorder.table.view_key(x._base, (*geometry, x.grad_fn is not None))
+    return recorder.table.view_key(base, (*geometry, x.grad_fn is not None))
 
 
 def _as_tensors(func: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:

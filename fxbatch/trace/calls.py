@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -367,7 +367,7 @@ def function_entry(
     return entry
 
 
-def _refuse_running_statistics(func: object, args: Any, kwargs: Any) -> None:
+def _refuse_running_statistics(func: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Functional batch_norm in training writes running statistics that are not declared as written."""
     if func not in (F.batch_norm, F.instance_norm):
         return
@@ -381,7 +381,9 @@ def _refuse_running_statistics(func: object, args: Any, kwargs: Any) -> None:
         )
 
 
-def _raise_as_eager(template: Template, target: Any, inputs: Any, shared: Any) -> None:
+def _raise_as_eager(
+    template: Template, target: Any, inputs: Sequence[TensorSpec], shared: Sequence[torch.Tensor]
+) -> None:
     """Raise what the function raises on real tensors of these types: a mistake in the user's call."""
     with torch.no_grad():
         real = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in inputs]

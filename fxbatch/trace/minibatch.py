@@ -218,7 +218,7 @@ class _Parked:
     """An instance that waits for values."""
 
     instance: int
-    greenlet: Any
+    greenlet: greenlet.greenlet
     values: list[Value]
     plain: bool  # whether it waits for Python numbers
     modes: ThreadModes

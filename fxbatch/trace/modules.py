@@ -39,7 +39,7 @@ from fxbatch.trace.plain_objects import holds_others, why_not_plain
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import quicken, state, tracing
-from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
+from fxbatch.trace.table import GIVES_SAME, Entries, Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import Value, link_views
 
@@ -60,7 +60,7 @@ class ModuleRecord:
     failed: int = 0  # arguments with which it could not run on fake tensors
     through: str = ""  # why it is traced through from now on, whatever it is called with
     # (modes, structure) -> what it reads -> argument key -> Entry or reason
-    variants: dict[object, dict[object, dict[object, Any]]] = field(default_factory=dict)
+    variants: dict[object, dict[object, Entries]] = field(default_factory=dict)
 
 
 def traced_call(self: torch.nn.Module, *args: object, **kwargs: object) -> object:
@@ -328,7 +328,7 @@ def _rule(module: torch.nn.Module, method: str | None) -> str:
 
 
 def _new_entry(
-    record: ModuleRecord, examined: Examined, entries: dict[object, Any], key: object, arguments: Arguments
+    record: ModuleRecord, examined: Examined, entries: Entries, key: object, arguments: Arguments
 ) -> Entry | str:
     """The entry of a call that was not met before, or why it is no operation."""
     recorder, module, method = arguments.recorder, record.module, record.method

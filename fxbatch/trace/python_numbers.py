@@ -75,7 +75,9 @@ _METHODS: dict[str, Callable[..., LiftedForm]] = {
 _FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner in (torch, torch.Tensor)})
 
 
-def with_lifted_floats(recorder: RecordedCalls, func: object, args: Any, kwargs: Any) -> LiftedForm | None:
+def with_lifted_floats(
+    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> LiftedForm | None:
     """A call whose static floats are values, None for functions that have no such form."""
     form = _FORMS.get(func)
     if form is None or recorder.knowledge.autocast is None:
@@ -212,8 +214,8 @@ def _lift_rows(recorder: RecordedCalls, v: Value) -> tuple[Entry, int, dict[int,
 
 def _lifted_entry(
     recorder: RecordedCalls,
-    key: Any,
-    func: Any,
+    key: tuple[object, ...],
+    func: Callable[..., object],
     fixed_func: object,
     values: tuple[Value, Value],
     position: int,

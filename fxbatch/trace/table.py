@@ -223,7 +223,7 @@ class CallArguments(Protocol):
     def template(self) -> Template: ...
 
 
-Entries = dict[Hashable, Any]  # of a function or module: by key an Entry, why there is none, or a family
+Entries = dict[object, Any]  # of a function or module: by key an Entry, why there is none, or a family
 
 
 class SizedCalls(Protocol):
@@ -234,7 +234,7 @@ class SizedCalls(Protocol):
     def awaits(self, entries: Entries, arguments: CallArguments) -> bool: ...
 
     def met(
-        self, entries: Entries, arguments: CallArguments, pair: tuple[Hashable, Entry], *, of: object = None
+        self, entries: Entries, arguments: CallArguments, pair: tuple[object, Entry], *, of: object = None
     ) -> None: ...
 
 

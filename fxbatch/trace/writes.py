@@ -325,7 +325,12 @@ def _turned_back(
 
 
 def write_through(
-    base: torch.Tensor, new: torch.Tensor, func: Any, output: int, *args: object, **kwargs: object
+    base: torch.Tensor,
+    new: torch.Tensor,
+    func: Callable[..., object],
+    output: int,
+    *args: object,
+    **kwargs: object,
 ) -> torch.Tensor:
     """`base` with its view `func(base, *args, **kwargs)` (leaf `output` of it) replaced by `new`."""
     copy = base.clone()
@@ -521,7 +526,7 @@ def _index_of(t: torch.Tensor, base: torch.Tensor) -> object:
     if not base.is_contiguous() or not t.numel():
         return None
     offset, j = t.storage_offset() - base.storage_offset(), 0
-    index: list[Any] = []
+    index: list[int | slice] = []
     for size, stride in zip(base.shape, base.stride(), strict=True):
         start, offset = divmod(int(offset), int(stride))
         if j < t.dim() and t.stride(j) == stride and start + t.shape[j] <= size:
