@@ -25,7 +25,7 @@ from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import VARIED, Entry, Lifted, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, Value, link_view, new_value, refresh, row_later, row_written
+from fxbatch.trace.values import GETITEM, Value, View, new_value, refresh, row_later, row_written
 
 MANY_NUMBERS = 4  # contents of a static float before it is lifted
 
@@ -193,7 +193,7 @@ def call_row(recorder: RecordedCalls, v: Value, index: int) -> object:
     recorder.lifted[entry.sid] = True
     kind = recorder.table.number(torch.int64, t.device).types[0]
     result = recorder.emit(entry, (v, new_value(recorder, number, kind, 0)))
-    link_view(result, v, (GETITEM, (v, row), {}))
+    result._view = View(v, (GETITEM, (v, row), {}))
     return result
 
 

@@ -702,7 +702,7 @@ def row_written(v: Value, index: object) -> Value | None:
     if row is None:
         return None
     result = new_value(v._recorder, row._value, row._type, v._flags & REQUIRES_GRAD)  # as a view of the whole
-    link_view(result, v, (GETITEM, (v, at if len(at) > 1 else at[0]), {}))
+    result._view = View(v, (GETITEM, (v, at if len(at) > 1 else at[0]), {}))
     return result
 
 
@@ -711,7 +711,7 @@ def row_later(v: Value, index: int, type_id: int) -> Value | None:
     if type(getattr(v, "_rows", None)) is not Places:
         return None
     result = new_value(v._recorder, v._value, type_id, v._flags & REQUIRES_GRAD)
-    link_view(result, v, (GETITEM, (v, index), {}))
+    result._view = View(v, (GETITEM, (v, index), {}))
     result._view.seen = -1
     return result
 
@@ -745,22 +745,14 @@ def facts_of(values: list[Value]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def link_view(result: Value, source: Value, call: Any, output: int = 0, again: Any = None) -> None:
-    """Note that `result` is a view of `source`."""
-    result._view = View(source, call, output, again)
-
-
-def link_views(
-    entry: Entry, result: Any, inputs: Sequence[Value], call: object, again: object = None
-) -> None:
-    """Note which outputs of a call are views of which inputs. call: (func, args, kwargs) of a function, else `again`
-    records it anew."""
+def link_views(entry: Entry, result: Any, inputs: Sequence[Value], call: Any, again: Any = None) -> None:
+    """Note which outputs of a call are views of which inputs. call: of a function, else `again` records it anew."""
     plain = entry.single or entry.is_tuple
     leaves = ((result,) if entry.single else result) if plain else tree_leaves(result)
     values = leaves if plain else [x for x in leaves if type(x) is Value]
     for output, (leaf, i) in enumerate(zip(values, entry.aliases, strict=True)):
         if i >= 0:
-            link_view(leaf, inputs[i], call, output, again)
+            leaf._view = View(inputs[i], call, output, again)
 
 
 RECORD = "_fxbatch_written"
