@@ -249,13 +249,13 @@ class TensorColumns(Sequence[Instance]):
         return len(self.columns[0])
 
     @overload
-    def __getitem__(self, i: int) -> tuple[tuple[object, ...], dict[str, object]]: ...
+    def __getitem__(self, i: int) -> Instance: ...
     @overload
     def __getitem__(self, i: slice) -> TensorColumns: ...
-    def __getitem__(self, i: int | slice) -> TensorColumns | tuple[tuple[object, ...], dict[str, object]]:
+    def __getitem__(self, i: int | slice) -> TensorColumns | Instance:
         if isinstance(i, slice):
             return TensorColumns(self.head, [c[i] for c in self.columns])
         return (*self.head, *[c[i] for c in self.columns]), {}
 
-    def __iter__(self) -> Iterator[tuple[tuple[object, ...], dict[str, object]]]:
+    def __iter__(self) -> Iterator[Instance]:
         return (((*self.head, *row), {}) for row in zip(*self.columns, strict=True))

@@ -428,13 +428,14 @@ def run_on_fakes(
             outcome = _run_without_memory(body, inputs, shared, grad=grad, most=most, loops=loops)
             if outcome is not None:
                 return outcome
+        run = functools.partial(_run_on_fakes, body, inputs, shared, grad=grad, most=most, loops=loops)
         try:
-            return _run_on_fakes(body, inputs, shared, grad=grad, differentiable=True, most=most, loops=loops)
+            return run(differentiable=True)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
         # An argument that takes no gradients (`running_mean`): whether this one needs one is not known here.
-        outcome = _run_on_fakes(body, inputs, shared, grad=grad, differentiable=False, most=most, loops=loops)
+        outcome = run(differentiable=False)
         return replace(outcome, gradients=tuple(t.differentiable for t in outcome.outputs))
 
 
