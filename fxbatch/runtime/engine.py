@@ -27,12 +27,13 @@ from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
-from fxbatch.runtime.results import Results, Take, gather, separate, stack
-from fxbatch.runtime.run import Renumber, Run, kernel_modes
+from fxbatch.runtime.results import Results, gather, separate, stack
+from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
 from fxbatch.trace.constants import IntegerColumn, sources_of, versions_of
+from fxbatch.trace.held import Renumber, Take
 from fxbatch.trace.minibatch import Recording, record_minibatch
 from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
@@ -292,7 +293,7 @@ class ReadyMinibatch:
             or self.fingerprint != known_model(self.engine.table, self.engine.root).fingerprint
             or any(o.resolve() is not t or t.requires_grad != r for o, t, r in self.operands)
             or any(column.written_to() for column in self.integers)
-            or (bool(self.constants) and self.versions is None)
+            or self.versions is None
             or versions_of(self.constants) != self.versions
         )
 

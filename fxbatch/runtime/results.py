@@ -7,7 +7,7 @@ tensor of shape [instances, *shape], or a pytree of them
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from fxbatch.errors import ResultError
 from fxbatch.torch_private import TreeSpec, tree_flatten
-from fxbatch.trace.held import Held, Renumber
+from fxbatch.trace.held import Held, Renumber, Take
 from fxbatch.trace.objects import (
     Structure,
     fill,
@@ -28,7 +28,6 @@ from fxbatch.trace.objects import (
 from fxbatch.trace.values import REQUIRES_GRAD, Value, is_flat
 
 LONGEST = 200  # characters of a structure in a message
-Take = Callable[[list[np.ndarray]], list[torch.Tensor]]
 
 
 class Results:
@@ -121,6 +120,11 @@ class Results:
         _same_structure(alike)
         return alike
 
+    def one_of(self, leaves: list[Any]) -> Any:
+        """One result of these leaves, where all have one structure."""
+        spec = self.specs[0]
+        return leaves[0] if spec is None else put_together(leaves, spec)
+
     def _is_alike(self) -> bool:
         return all(spec == self.specs[0] for spec in self.specs)
 
@@ -153,9 +157,7 @@ def stack(results: Results, renumber: Renumber, take: Take) -> Any:
         if ids:
             requests.append(renumber(np.array(ids, dtype=np.int64)))
     rows = iter(take(requests))
-    stacked = [_stack_column(column, rows) for column in columns]
-    spec = results.specs[0]
-    return stacked[0] if spec is None else put_together(stacked, spec)
+    return results.one_of([_stack_column(column, rows) for column in columns])
 
 
 def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> object:
@@ -219,9 +221,7 @@ def stack_real(results: Sequence[object]) -> object:
     whole = Results(results)
     if len(whole.values):  # inside a recording: stacking is recorded too
         whole = whole.made_alike()
-        stacked = [_stack_recorded(column) for column in zip(*whole.leaves, strict=True)]
-        spec = whole.specs[0]
-        return stacked[0] if spec is None else put_together(stacked, spec)
+        return whole.one_of([_stack_recorded(column) for column in zip(*whole.leaves, strict=True)])
     return stack(whole, lambda ids: ids, lambda requests: [])
 
 
@@ -259,8 +259,7 @@ def nest(results: Sequence[object]) -> object:
         else _stack_plain(column)
         for column in zip(*alike.leaves, strict=True)
     ]
-    spec = alike.specs[0]
-    return leaves[0] if spec is None else put_together(leaves, spec)
+    return alike.one_of(leaves)
 
 
 def _same_structure(results: Results) -> None:

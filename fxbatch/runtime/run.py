@@ -34,10 +34,9 @@ from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 from fxbatch.trace.constants import sources_of
+from fxbatch.trace.held import Renumber
 from fxbatch.trace.state import _fast
 from fxbatch.trace.table import SignatureTable
-
-Renumber = Callable[[np.ndarray], np.ndarray]
 
 
 class Resolver(Protocol):
