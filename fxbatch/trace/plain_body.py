@@ -60,7 +60,7 @@ from fxbatch.trace.plain_objects import (
     package_of,
     unwrapped,
 )
-from fxbatch.trace.source import names_of_arguments, stored_names, syntax_of, yields
+from fxbatch.trace.source import Function, names_of_arguments, stored_names, syntax_of, yields
 from fxbatch.trace.state import plain_function
 from fxbatch.trace.things import (
     COMPUTED,
@@ -95,7 +95,7 @@ class Walk:
         self.items: dict[tuple[int, int, object], Item] = {}
         self.names: set[str] = set()  # attributes of modules
         self.fields: set[str] = set()  # attributes of what is computed or given
-        self.functions: dict[int, tuple[str, object]] = {}  # their names and syntax trees
+        self.functions: dict[int, tuple[str, Function]] = {}  # their names and syntax trees
         self._calls: dict[object, Things | None] = {}
         self._names: dict[object, tuple[frozenset[str], frozenset[str]]] = {}  # `stored_names` of functions
         self._memo: dict[object, Thing] = {}
@@ -554,7 +554,7 @@ class Walk:
 
     def _run(
         self,
-        node: Any,
+        node: Function,
         around: Scope | None,
         globals_: dict[str, object],
         cells: dict[str, Any],
@@ -601,7 +601,7 @@ class Walk:
         return result
 
     def _parameters(
-        self, node: Any, stored: frozenset[str], args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool,
+        self, node: Function, stored: frozenset[str], args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool,
         defaults: Mapping[str, Things | str] | None,
     ) -> dict[str, Things]:  # fmt: skip
         a = node.args
@@ -812,7 +812,7 @@ class Walk:
             DATA.union(*(self.eval(x, scope) for x in parts)) if parts else self._items(self.eval(e, scope))
         )
 
-    def _local(self, node: Any, name: str, scope: Scope) -> Things:
+    def _local(self, node: Function, name: str, scope: Scope) -> Things:
         """A function that the body defines."""
         a = node.args
         names = [x.arg for x in (*a.posonlyargs, *a.args)]

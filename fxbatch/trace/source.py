@@ -14,15 +14,16 @@ import hashlib
 import inspect
 import linecache
 from types import FunctionType
-from typing import Any
 
 from fxbatch.caches import cached
 
+Function = ast.FunctionDef | ast.Lambda
+
 
 @cached("functions of a file")
-def _functions_in(source: str) -> dict[tuple[int, str], list[Any]]:
+def _functions_in(source: str) -> dict[tuple[int, str], list[Function]]:
     """The functions of a file, by first line and name."""
-    functions: dict[tuple[int, str], list[object]] = {}
+    functions: dict[tuple[int, str], list[Function]] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -37,7 +38,7 @@ def names_of_arguments(a: ast.arguments) -> list[str]:
     return [x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, *rest)]
 
 
-def syntax_of(function: FunctionType) -> Any:
+def syntax_of(function: FunctionType) -> Function | None:
     """The syntax tree of a function; None where its source can't be had, or several functions of its line fit."""
     code = function.__code__
     linecache.checkcache(code.co_filename)
@@ -52,10 +53,10 @@ def syntax_of(function: FunctionType) -> Any:
     return fitting[0] if len(fitting) == 1 else None
 
 
-def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
+def stored_names(node: Function) -> tuple[frozenset[str], frozenset[str]]:
     """The local variables of a function, and those that it declares to be others'."""
     stored, others = set(names_of_arguments(node.args)), set[str]()
-    todo: list[Any] = list(node.body) if isinstance(node.body, list) else [node.body]
+    todo: list[ast.AST] = list(node.body) if isinstance(node.body, list) else [node.body]
     while todo:
         n = todo.pop()
         if isinstance(n, (ast.FunctionDef, ast.ClassDef)):
@@ -75,8 +76,8 @@ def stored_names(node: Any) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(stored - others), frozenset(others)
 
 
-def yields(statement: Any) -> bool:
-    todo = [statement]
+def yields(statement: ast.stmt) -> bool:
+    todo: list[ast.AST] = [statement]
     while todo:
         n = todo.pop()
         if isinstance(n, (ast.Yield, ast.YieldFrom, ast.Await)):
@@ -86,5 +87,5 @@ def yields(statement: Any) -> bool:
     return False
 
 
-def digest(node: Any) -> str:
+def digest(node: ast.AST) -> str:
     return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]

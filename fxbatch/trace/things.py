@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fxbatch.trace.source import Function
+
 
 class NotPlain(Exception):
     """The body is not plain; the message is the reason."""
@@ -61,7 +63,7 @@ class Parent:
 class Scope:
     """The variables of a function that is walked."""
 
-    node: Any
+    node: Function
     globals: dict[str, object]
     cells: dict[str, Any]
     around: Scope | None
@@ -74,7 +76,7 @@ class Scope:
 class Local:
     """A function that the body defines."""
 
-    node: object
+    node: Function
     scope: Scope
     defaults: dict[str, Things] = dataclasses.field(default_factory=dict)
 
