@@ -170,21 +170,18 @@ class Engine(Planner):
 
     def finish(self, run: Run, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
+        recorder = recording.recorder
         try:
-            result = self._finish(run, recording, out)
+            leaves = Results(recording.results, recording.held)
+            program = recorder.final_program(leaves.values)
+            with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
+                renumber = run.finish(after_packed_calls(run, program), leaves.values)
+            result = self.assemble(run, leaves, renumber, out)
         except Exception as error:
-            recording.recorder.refuse(error, may_loop=self.may_loop)
+            recorder.refuse(error, may_loop=self.may_loop)
             raise
-        recording.recorder.changes.forget()
+        recorder.changes.forget()
         return result
-
-    def _finish(self, run: Run, recording: Recording, out: str) -> object:
-        results = Results(recording.results, recording.held)
-        values = results.values
-        program = recording.recorder.final_program(values)
-        with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
-            renumber = run.finish(after_packed_calls(run, program), values)
-        return self.assemble(run, results, renumber, out)
 
     def assemble(self, run: Run, leaves: Results, renumber: Renumber, out: str) -> object:
         """The result of the decorated call from the values of a finished run."""
