@@ -41,7 +41,7 @@ from fxbatch.passes.gradients import (
 )
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
-from fxbatch.runtime.forward import NativeSteps, Phase, StepViews, native_steps_of
+from fxbatch.runtime.forward import NativeSteps, Phase, StepViews, native_steps_of, payload_places
 from fxbatch.runtime.memory import GradientRows, Kinds, Memory, kinds_of_rows, to_device
 from fxbatch.runtime.operands import (
     FROM_FORWARD,
@@ -467,8 +467,7 @@ class Backward:
         payload = phase.program.constants[s]
         plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
         first = at - int(plan.step_offset[plan.step_signature == s].min())
-        order = phase.plan.constant_order[s]
-        where = np.arange(first, first + n) if order is None else order[first : first + n]
+        where = payload_places(plan, s, first, n)
         reaching = self.reaching[phase.program.first_value[np.flatnonzero(phase.program.sig == s)]]
         if isinstance(payload, RowColumn):
             self._give_rows(payload, where, np.flatnonzero(reaching[where]), grad)

@@ -35,7 +35,7 @@ from fxbatch.codegen.body import devices_of
 from fxbatch.ir import INDEX, VIEW, Plan, Program, Schedule, SharedOperand, Signature, TensorSpec
 from fxbatch.passes.plan import is_constant, plan_arenas
 from fxbatch.passes.signature_graph import Needs, survey
-from fxbatch.runtime.forward import Phase
+from fxbatch.runtime.forward import Phase, payload_places
 from fxbatch.runtime.memory import to_device
 from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
@@ -86,8 +86,7 @@ def walk(
     had in earlier phases."""
     for k, (s, n) in enumerate(zip(plan.step_signature.tolist(), plan.step_rows.tolist(), strict=True)):
         if is_constant(program.signatures[s]):
-            at, order = int(plan.step_offset[k] - before[s]), plan.constant_order[s]
-            outs = [constants(s, np.arange(at, at + n) if order is None else order[at : at + n])]
+            outs = [constants(s, payload_places(plan, s, int(plan.step_offset[k] - before[s]), n))]
         else:
             gathers = range(int(plan.first_gather[k]), int(plan.first_gather[k + 1]))
             outs = list(call(s, n, [_read(plan, g, n, arenas) for g in gathers]))
@@ -296,8 +295,7 @@ def emit_unrolled(planner: Planner, program: Program, schedule: Schedule) -> Unr
     steps = zip(plan.step_signature.tolist(), plan.step_rows.tolist(), plan.step_offset.tolist(), strict=True)
     for s, n, at in steps:
         if is_constant(program.signatures[s]):
-            order = plan.constant_order[s]
-            emitted.add_constant(s, np.arange(at, at + n) if order is None else order[at : at + n])
+            emitted.add_constant(s, payload_places(plan, s, at, n))
     arenas = [Blocks(kind, emitted.index) for kind in program.types]
     early = [values for values in early if len(values)]
     for values in early:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fxbatch import stopwatch
@@ -194,6 +195,12 @@ def native_steps_of(
         first_pointer=table.first,
     )  # fmt: skip
     return NativeSteps(phase, filled.programs, workspace.native_room(), (*forward, *columns))
+
+
+def payload_places(plan: Plan, s: int, first: int, n: int) -> np.ndarray:
+    """int64 [n]: where in the payload of signature s its constants are, from number `first` on in the order of rows."""
+    order = plan.constant_order[s]
+    return np.arange(first, first + n) if order is None else order[first : first + n]
 
 
 # -- forward: each step a call of an emitted step function or a native program
