@@ -11,7 +11,7 @@ its row, so that backward can walk the steps of all phases once, in reverse.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 from fxbatch.trace.constants import sources_of
 from fxbatch.trace.held import Renumber
-from fxbatch.trace.state import _fast
+from fxbatch.trace.state import _fast, autocast_state, set_autocast
 from fxbatch.trace.table import SignatureTable
 
 
@@ -328,21 +328,17 @@ def renumbering(before: np.ndarray, after: np.ndarray) -> Renumber:
 class kernel_modes:
     """Kernels run without autograd; casts are in the operation graphs already, so without autocast too."""
 
-    __slots__ = ("_grad", "_stack")
+    __slots__ = ("_autocast", "_grad")
 
     def __enter__(self) -> None:
-        self._stack: ExitStack | None = None
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._autocast = torch.is_grad_enabled(), autocast_state() if any_autocast() else None
         set_grad_enabled(False)
-        if any_autocast():
-            self._stack = ExitStack()
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    self._stack.enter_context(torch.autocast(device, enabled=False))
+        if self._autocast is not None:
+            set_autocast(None)
 
     def __exit__(self, *_: object) -> None:
-        if self._stack is not None:
-            self._stack.close()
+        if self._autocast is not None:
+            set_autocast(self._autocast)
         set_grad_enabled(self._grad)
 
 

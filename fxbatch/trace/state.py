@@ -153,7 +153,7 @@ class ThreadModes:
             )
         set_grad_enabled(self.grad)
         if self.autocast is not None or any_autocast():
-            _set_autocast(self.autocast)
+            set_autocast(self.autocast)
         swap_function_modes(self.functions)
         set_warning_handler(self.warnings)
         state.recorder = self.recorder
@@ -180,7 +180,8 @@ def autocast_state() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_KINDS)
 
 
-def _set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> None:
+def set_autocast(wanted: tuple[tuple[str, bool, torch.dtype], ...] | None) -> None:
+    """Make autocast what `autocast_state` was; None: off."""
     by_kind = {kind: (enabled, dtype) for kind, enabled, dtype in wanted or ()}
     for kind in _AUTOCAST_KINDS:
         enabled, dtype = by_kind.get(kind, (False, None))
