@@ -22,6 +22,10 @@ from fxbatch.torch_private import (
 )
 from fxbatch.trace.constants import RowColumn, sources_of
 
+NO_TRANSFORMS = (
+    'torch.func transforms can\'t go through backward="compiled": use @fxbatch.autobatch(backward="autograd")'
+)
+
 
 class MinibatchFunction(torch.autograd.Function):
     """Forward hands out rows that the run has computed; backward walks the run's steps in reverse."""
@@ -137,10 +141,7 @@ def _attached(
         with torch.no_grad():
             return [run.rows(values) for values in requests]
     if inside_functorch():
-        raise GradientError(
-            'torch.func transforms can\'t go through backward="compiled"; use '
-            '@fxbatch.autobatch(backward="autograd")'
-        )
+        raise GradientError(NO_TRANSFORMS)
     return list(
         apply_outside_functorch(MinibatchFunction, run, requests, needs, list(inputs), *inputs.values())
     )

@@ -20,7 +20,7 @@ from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
 from fxbatch.ir import Modes, SharedOperand
 from fxbatch.runtime.argument_objects import Instance
-from fxbatch.runtime.autograd import mixes_constants, take_results
+from fxbatch.runtime.autograd import NO_TRANSFORMS, mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
@@ -77,10 +77,7 @@ class Engine(Planner):
                 "traces and lazy blocks compute on real tensors: not under FakeTensorMode, make_fx or torch.jit.trace"
             )
         if inside_functorch() and self.options.backward != "autograd":
-            raise GradientError(
-                'torch.func transforms can\'t go through backward="compiled": use '
-                '@fxbatch.autobatch(backward="autograd")'
-            )
+            raise GradientError(NO_TRANSFORMS)
         differentiable = (self.options.backward == "autograd" and grad) or forward_mode()
         return Run(
             self, grad=grad, differentiable=differentiable or self.options.mode == "unrolled", lasting=lasting
