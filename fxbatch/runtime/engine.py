@@ -139,7 +139,6 @@ class Engine(Planner):
 
         ahead: the last phase runs later, with parameters that may be others by then.
         """
-        may_begin = {} if trial is None else {"may_begin": trial.may_begin}
         table, may_loop = self.table_for_recording(), self.may_loop
         if run.blocks is None and not run.lasting and not ahead:
             run.table, run.resolver = table, self.packed_calls
@@ -155,7 +154,7 @@ class Engine(Planner):
                 first=first,
                 changes=self.changes if may_loop else None,
                 may_loop=may_loop,
-                **may_begin,
+                may_begin=None if trial is None else trial.may_begin,
             )
         self.changes = recording.changed or recording.recorder.changes.seen
         if recording.changed and may_loop:

@@ -93,7 +93,7 @@ class CallFamily:
 class PackedCalls:
     """The families of an engine, and what runs their calls."""
 
-    def __init__(self, *, verify: bool, may_try: Callable[[float], bool] = lambda _: True) -> None:
+    def __init__(self, *, verify: bool, may_try: Callable[[float], bool]) -> None:
         self.verify = verify
         self.may_try = may_try  # asked before a function is built
         self.families: list[CallFamily] = []

@@ -160,7 +160,7 @@ def record_minibatch(
     runs_now: bool = False,
     first: int = 0,
     changes: str | None = "",
-    may_begin: Callable[[int], bool] = lambda _: True,
+    may_begin: Callable[[int], bool] | None = None,
     may_loop: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
@@ -231,7 +231,7 @@ class Turns:
     minibatch has nobody to wait for, and runs where it is called."""
 
     first, counted = 0, True  # the number of the first instance, in messages; whether they have one
-    may_begin: Callable[[int], bool] = staticmethod(lambda _: True)
+    may_begin: Callable[[int], bool] | None = None  # asked before each is begun
     running = 0  # the instance whose code runs now
     failed: BaseException | None = None
     closing = False
@@ -377,7 +377,7 @@ class Turns:
 
     def _has_next(self) -> bool:
         """Whether there are instances to start."""
-        if self.to_begin and not self.may_begin(self.to_begin[0]):
+        if self.may_begin is not None and self.to_begin and not self.may_begin(self.to_begin[0]):
             self.last = self.to_begin[0]
             self.to_begin.clear()
         return bool(self.to_begin)
