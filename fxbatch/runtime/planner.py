@@ -59,7 +59,7 @@ class _PerThread(threading.local):
 
 
 @dataclass
-class _Met:
+class _LastOperations:
     """The operations that the signatures of some programs had last, and of how many programs."""
 
     operations: list[CompiledOperation | None]
@@ -225,12 +225,12 @@ class Planner:
         """The set of these operations, None for signatures without calls. Where programs come again they have sets of
         their own; where they are ever others, a set is of all operations that such programs had, and is made once."""
         key, size = (program.columns, grad), HELD * sum(survey(program).present)
-        met: _Met = self.structures.get("met", key, lambda: _Met(list(compiled)), size)
-        met.programs += 1
-        if met.programs <= OWN_SETS:
+        before = self.structures.get("met", key, lambda: _LastOperations(list(compiled)), size)
+        before.programs += 1
+        if before.programs <= OWN_SETS:
             return self.operation_set(program, tuple(compiled))
-        union = tuple([last if c is None else c for c, last in zip(compiled, met.operations, strict=True)])
-        met.operations = list(union)  # what another thread puts there meanwhile is none of this program's
+        union = tuple([last if c is None else c for c, last in zip(compiled, before.operations, strict=True)])
+        before.operations = list(union)  # what another thread puts there meanwhile is none of this program's
         return self.operation_set(program, union)
 
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
