@@ -377,8 +377,8 @@ class Backward:
             self.rows.write(g.kind, start, g.grad)
 
     def walk(self) -> None:
-        """All steps in reverse, then the gradients of parameters: `found`. What prepares them comes first, for what C
-        runs goes through more memory than caches hold, and leaves none of Python's code in them."""
+        """All steps in reverse, then the gradients of parameters, into `gradients`. What prepares them comes first, for
+        what C runs goes through more memory than caches hold, and leaves none of Python's code in them."""
         run, left = self.run, Left(self.phases, self.memory, self.rows)
         workspace = run.planner.workspace()
         workspace.keeps_graphs = run.lasting or backward_keeps_graph()

@@ -200,7 +200,7 @@ class Family:
         self._types: Types = Types(())
 
     def resolve(self, operands: Operands) -> list[torch.Tensor]:
-        """The shared operands, each once: what a run knows already, else as they are now; noted in `known`."""
+        """The shared operands, each once: what a run has already, else as they are now; noted in `operands`."""
         if operands:
             pairs = zip([operands.get(key) for key in self.keys], self.operands, strict=True)
             tensors = [operand.resolve() if t is None else t for t, operand in pairs]
