@@ -855,7 +855,10 @@ def _numbers_as_sizes(family: CallFamily, program: Program, calls: np.ndarray) -
         return []
     signatures, of = np.unique(program.sig[calls], return_inverse=True)
     templates = [program.signatures[s].arguments for s in signatures.tolist()]
-    every = [[torch.empty((_number_at(t, place) + SHIFT, 0)) for t in templates] for place in family.places]
+    every = [
+        [torch.empty((_number_at(t, place) + SHIFT, 0), device="cpu") for t in templates]
+        for place in family.places
+    ]
     return [[sized[i] for i in of.tolist()] for sized in every]
 
 

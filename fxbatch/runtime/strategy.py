@@ -258,7 +258,7 @@ class Strategy:
 
     def looped(self, *, grad: bool) -> int:
         """How many minibatches ran the plain loop."""
-        return sum(case.looped for (mode, _), case in self._cases.items() if mode is grad)
+        return sum(x.looped for (mode, _), x in list(self._cases.items()) if mode is grad)
 
     # -- what is said -------------------------------------------------------------------------------
 
