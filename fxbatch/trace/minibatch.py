@@ -450,7 +450,8 @@ class Turns:
             if view is None or view.call is None or is_stale(v):
                 return []
             _, args, kwargs = view.call
-            others = tree_leaves((args[1:], kwargs)) if kwargs or len(args) > 1 else ()
+            is_row = len(args) == 2 and type(args[1]) is int  # asked of each number of a row
+            others = () if is_row and not kwargs else tree_leaves((args[1:], kwargs))
             if args[0] is not view.source or any(isinstance(x, torch.Tensor) for x in others):
                 return []
             views.append((*view.call, view.output))

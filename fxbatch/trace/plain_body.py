@@ -7,10 +7,11 @@ In: a module, a function. Out: a Walk: its places, each with what it holds; or N
     walk.items                       # places of numbers, functions and classes
 
 A plain body is given tensors, numbers, strings, None and tuples of these. Its code reads these, tensors of its own
-module, numbers (strings, None, dtypes, tuples of these) in attributes and globals, and calls functions of torch, math
-and operator, the module's own parts, and users' functions for which the same holds. It stores to its own variables
-alone. Whatever else it names makes it not plain: `plain_objects` lists what is right, not what is wrong. What it asks
-of a tensor, fake tensors can answer: shape, type, device.
+module, numbers (strings, None, dtypes, tuples of these) in attributes and globals, these of dictionaries and objects
+as well where it reads them by key and name, and calls functions of torch, math and operator, the module's own parts,
+and users' functions for which the same holds. It stores to its own variables alone. Whatever else it names makes it not
+plain: `plain_objects` lists what is right, not what is wrong. What it asks of a tensor, fake tensors can answer: shape,
+type, device.
 
 The code is walked as torch.jit.script walks it: the syntax tree, with the real objects that names stand for. A variable
 stands for a set of such objects, or for DATA, which is everything computed; a container of the body's own for what is
@@ -54,6 +55,7 @@ from fxbatch.trace.plain_objects import (
     is_looked_into,
     is_own,
     is_plain_tuple,
+    is_settings,
     is_torchs_or_pythons,
     is_users,
     only_computes,
@@ -78,6 +80,7 @@ from fxbatch.trace.things import (
     Things,
 )
 
+ENTRIES = 64  # of a dictionary that are compared
 MODE = "training"  # the attribute of modules that decides which side of a branch is walked
 
 # Statements and expressions of which all is said when their parts are evaluated.
@@ -119,16 +122,16 @@ class Walk:
         if module is not None and function is None:
             owner = Thing(module, "self")
             if method == "forward":
-                self._module(owner, (DATA,), {}, spread=True)
+                self._alone(self._module(owner, (DATA,), {}, spread=True))
             else:
                 bound = self._attribute(frozenset({owner}), method)
-                self._call(bound, (DATA,), {}, spread=True)
+                self._alone(self._call(bound, (DATA,), {}, spread=True))
         elif isinstance(function, type):
             self._custom_function(function)
         else:
             first = () if module is None else (frozenset({Thing(module, "self")}),)
-            self._call(frozenset({Thing(function, getattr(function, "__qualname__", "function"))}), (*first, DATA), {},
-                       spread=True)  # fmt: skip
+            thing = Thing(function, getattr(function, "__qualname__", "function"))
+            self._alone(self._call(frozenset({thing}), (*first, DATA), {}, spread=True))
 
     def refuse(self, reason: str) -> Things:
         """The body is not plain."""
@@ -188,7 +191,33 @@ class Walk:
             x, (FunctionType, ModuleType, type, enum.Enum, functools.partial)
         ) or is_torchs_or_pythons(x):
             return frozenset({Thing(x, path)})
+        if is_settings(x):
+            return frozenset({Thing(x, path)})
         return self.refuse(f"reads {path}, a {type(x).__qualname__}, which can't be compared")
+
+    def _alone(self, things: Things) -> Things:
+        """These, of which more is asked than names and keys: refused for dictionaries and objects."""
+        for thing in self._flat(things):
+            if is_settings(thing.object):
+                what = f"a {type(thing.object).__qualname__}, which can't be compared"
+                self.refuse(f"reads {thing.path}, {what} as a whole")
+        return things
+
+    def _entry(self, thing: Thing, key: ast.expr | None) -> Things:
+        """An entry of a dictionary: that of a text or number, else any of a few."""
+        x, path = thing.object, thing.path
+        if isinstance(key, ast.Constant):
+            value = x.get(key.value, MISSING)
+            if value is MISSING:  # what comes later is not seen
+                return self.refuse(f"reads {path}[{key.value!r}], which is not there")
+            self._item(IN_DICT, x, key.value, value, f"{path}[{key.value!r}]")
+            return self._value(value, path)
+        if len(x) > ENTRIES:
+            return self.refuse(f"reads {path}, a dict, which has more than {ENTRIES} entries")
+        entries = [(ast.Constant(k), type(k)) for k in x]
+        if any(kind not in CONSTANTS and not issubclass(kind, CODE) for _, kind in entries):
+            return self.refuse(f"reads {path}, a dict, whose keys can't be compared")
+        return DATA.union(*(self._entry(thing, k) for k, _ in entries))
 
     def _name(self, name: str, scope: Scope) -> Things:
         s: Scope | None = scope
@@ -249,7 +278,22 @@ class Walk:
             return self._of_class(x, name, path)
         if is_torchs_or_pythons(x) and not isinstance(x, FunctionType):
             return self._value(getattr(x, name, MISSING), path)  # torch.ops.aten.add.Tensor
+        if is_settings(x) and type(x) is not dict and not name.startswith("__"):
+            return self._of_settings(x, name, path)
         return self.refuse(f"reads {path}")
+
+    def _of_settings(self, x: object, name: str, path: str) -> Things:
+        """An attribute of an object that is not a module."""
+        cls, member = found_in(type(x), name)
+        value = vars(x).get(name, MISSING)
+        if cls is None or (value is not MISSING and not hasattr(type(member), "__set__")):
+            if value is MISSING:  # what comes later is not seen
+                return self.refuse(f"reads {path}, which is not there")
+            self._item(IN_DICT, vars(x), name, value, path)
+            return self._value(value, path)
+        if is_library(cls.__module__) or not isinstance(member, (FunctionType, property)):
+            return self.refuse(f"reads {path}")
+        return self._member(cls, name, member, frozenset({Thing(x, path.rpartition(".")[0])}), path)
 
     def _of_class(self, cls: type, name: str, path: str) -> Things:
         owner, member = found_in(cls, name)
@@ -341,6 +385,10 @@ class Walk:
         self, thing: Thing, args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool
     ) -> Things:
         x = thing.object
+        if is_settings(x):
+            return self.refuse(f"calls {thing.path}()")
+        if not isinstance(x, (Bound, Local, functools.partial)) and not is_users(unwrapped(x)):
+            self._alone(frozenset().union(*args, *kwargs.values()))
         if thing in (COMPUTED, CONTEXT):
             self._called_back(self._flat(frozenset().union(*args, *kwargs.values())), modules=False)
             return DATA
@@ -409,7 +457,7 @@ class Walk:
 
     def _items(self, things: Things) -> Things:
         """The items of any of these: the parts of containers of modules."""
-        out = set(things)
+        out = set(self._alone(things))
         for thing in things:
             x: object = thing.object
             if isinstance(x, (*CONTAINERS, torch.nn.ParameterList, torch.nn.ParameterDict)):
@@ -423,11 +471,16 @@ class Walk:
         """A method of a class of torch's."""
         name = x.function.__name__
         out = DATA
+        self._alone(frozenset().union(x.owner, *args))
         for thing in x.owner:
             m = thing.object
             if not isinstance(m, torch.nn.Module):
                 if isinstance(m, type) and issubclass(m, torch.autograd.Function):
                     return self.refuse(f"calls {thing.path}, whose backward is its own")
+                continue
+            if (
+                name == "_forward_unimplemented"
+            ):  # of a list of modules, each of which may be meant: it raises
                 continue
             cls, _ = found_in(type(m), name)
             plain = name in METHODS_OF_MODULES or name == "__call__"
@@ -669,14 +722,14 @@ class Walk:
                 value = self.eval(s.value, scope)
                 if isinstance(s.target, ast.Name):
                     value |= self._name(s.target.id, scope)
-                self._assign(s.target, value, scope)
+                self._assign(s.target, self._alone(value), scope)
             case ast.For():
                 self._assign(s.target, self._each(s.iter, scope), scope)
                 self._statements(s.body, scope)
                 self._statements(s.orelse, scope)
             case ast.With():
                 for item in s.items:
-                    value = self.eval(item.context_expr, scope)
+                    value = self._alone(self.eval(item.context_expr, scope))
                     if item.optional_vars is not None:
                         self._assign(item.optional_vars, value, scope)
                 self._statements(s.body, scope)
@@ -700,7 +753,7 @@ class Walk:
                     if isinstance(part, ast.stmt):
                         self._statements([part], scope)
                     elif isinstance(part, ast.expr):
-                        self.eval(part, scope)
+                        self._alone(self.eval(part, scope))
                     elif isinstance(part, ast.ExceptHandler):
                         self._statements(part.body, scope)
 
@@ -740,8 +793,8 @@ class Walk:
                     self.refuse(f"sets {ast.unparse(target)}")
             case ast.Subscript():
                 whole, named = target.value, isinstance(target.value, ast.Name)
-                base = self.eval(whole, scope)
-                self.eval(target.slice, scope)
+                base = self._alone(self.eval(whole, scope))
+                self._alone(self.eval(target.slice, scope) | value)
                 holder = self.eval(whole.value, scope) if isinstance(whole, ast.Attribute) else DATA
                 local = named and base <= DATA | value  # a container of the body's, with modules in it
                 if holder != DATA or not (base <= DATA or local):
@@ -776,15 +829,18 @@ class Walk:
             case ast.Call():
                 return self._call_expression(e, scope)
             case ast.Subscript():
-                self.eval(e.slice, scope)
-                return self._parts(self.eval(e.value, scope), 0, -1)
+                self._alone(self.eval(e.slice, scope))
+                base = self.eval(e.value, scope)
+                dictionaries = frozenset(t for t in base if type(t.object) is dict)
+                entries = [self._entry(t, e.slice) for t in dictionaries]
+                return self._parts(base - dictionaries, 0, -1).union(*entries)
             case ast.Compare():
                 self._compare(e, scope)
                 return DATA
             case ast.Tuple():
                 return self._row(tuple(self.eval(part, scope) for part in e.elts))
             case ast.BinOp():
-                both = self.eval(e.left, scope) | self.eval(e.right, scope)
+                both = self._alone(self.eval(e.left, scope) | self.eval(e.right, scope))
                 return both | DATA if isinstance(e.op, ast.Add) else DATA  # of lists of modules
             case ast.Starred():
                 return self._items(self.eval(e.value, scope))
@@ -798,12 +854,13 @@ class Walk:
                 for g in e.generators:
                     self._assign(g.target, self._each(g.iter, scope), scope)
                     for test in g.ifs:
-                        self.eval(test, scope)
+                        self._alone(self.eval(test, scope))
                 parts = (e.key, e.value) if isinstance(e, ast.DictComp) else (e.elt,)
                 return DATA.union(*(self.eval(part, scope) for part in parts))
         if not isinstance(e, _OF_PARTS):
             self.refuse(f"has an expression that is not looked into: {type(e).__name__.lower()}")
-        return DATA.union(*(self.eval(x, scope) for x in ast.iter_child_nodes(e) if isinstance(x, ast.expr)))
+        inside = [self.eval(x, scope) for x in ast.iter_child_nodes(e) if isinstance(x, ast.expr)]
+        return self._alone(DATA.union(*inside))
 
     def _each(self, e: ast.expr, scope: Scope) -> Things:
         """What a loop over this goes through."""
@@ -829,6 +886,8 @@ class Walk:
         sides = [e.left, *e.comparators]
         things = [self.eval(side, scope) for side in sides]
         for i, op in enumerate(e.ops):
+            if not isinstance(op, (ast.Is, ast.IsNot)):
+                self._alone(things[i] | things[i + 1])
             asks = isinstance(op, (ast.Is, ast.IsNot)) and not any(map(_is_none, sides[i : i + 2]))
             if asks and COMPUTED in things[i] | things[i + 1]:  # else of functions, classes, modules
                 self.refuse("asks whether two things are one object")
@@ -841,13 +900,17 @@ class Walk:
             special = self._special_call(e, e.func.id, args, scope)
             if special is not None:
                 return special
+        if isinstance(e.func, ast.Attribute) and e.func.attr == "get" and 0 < len(args) < 3 and not kwargs:
+            asked = self.eval(e.func.value, scope)
+            if isinstance(e.args[0], ast.Constant) and asked and all(type(t.object) is dict for t in asked):
+                return DATA.union(*args[1:], *(self._entry(t, e.args[0]) for t in asked))
         called = self.eval(e.func, scope)
         if isinstance(e.func, ast.Attribute) and not frozenset().union(*args) <= DATA:
             base = e.func.value  # modules that a list of the body's own is given, by append() and the like
             if isinstance(base, ast.Name) and called == DATA:
                 self._assign(base, frozenset().union(*args), scope)
         if any(isinstance(a, ast.Starred) for a in e.args) or any(k is None for k, _ in kwargs):
-            everything: Things = frozenset().union(DATA, *args, *(v for _, v in kwargs))
+            everything: Things = self._alone(frozenset().union(DATA, *args, *(v for _, v in kwargs)))
             first = next((i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)), len(args))
             return self._call(called, (*args[:first], everything), named, spread=True)
         return self._call(called, args, named)

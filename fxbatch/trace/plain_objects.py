@@ -9,6 +9,7 @@ In: a function, a class, a module of Python's, a call's arguments. Out: whether 
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import enum
 import functools
@@ -96,6 +97,11 @@ METHODS_OF_MODULES = GIVING_TENSORS | {
     "forward", "items", "keys", "values", "children", "named_children", "modules", "named_modules",
 }  # fmt: skip
 CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+_SETTINGS = (dict, argparse.Namespace, types.SimpleNamespace)
+# Methods by which an object's attributes are not what its dictionaries hold, or it is more than these.
+_READ_OTHERWISE = (
+    "__getattr__", "__getattribute__", "__get__", "__set__", "__call__", "__torch_function__", "__slots__",
+)  # fmt: skip
 # Methods of a module that no body calls.
 NEVER_CALLED = frozenset({
     "__init__", "__call__", "__repr__", "__str__", "__setstate__", "__getstate__", "__reduce__", "__deepcopy__",
@@ -186,6 +192,19 @@ def only_computes(f: object) -> bool:
     if plain_function(getattr(torch, name, None)) is f:
         return not name.startswith(_TORCH_STATE)
     return home.startswith(_TORCH_HOMES) or plain_function(getattr(F, name, None)) is f
+
+
+def is_settings(x: object) -> bool:
+    """Whether an object is read by names and keys alone: a dictionary, `argparse.Namespace`, an object of a user's
+    class that has attributes in the ordinary way. What it holds may be compared, place by place."""
+    cls = type(x)
+    if cls in _SETTINGS:
+        return True
+    if isinstance(x, type) or not hasattr(x, "__dict__"):
+        return False
+    users = [c for c in cls.__mro__ if c is not object]
+    ordinary = type(cls) is type and not any(is_library(c.__module__) for c in users)
+    return ordinary and not any(name in vars(c) for c in users for name in _READ_OTHERWISE)
 
 
 def is_plain_tuple(cls: type) -> bool:
