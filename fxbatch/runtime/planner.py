@@ -77,7 +77,7 @@ class Planner:
     def __init__(self, options: Options, root: torch.nn.Module | None = None) -> None:
         self.options = options
         self.root = root
-        self.schedule = make_policy("depth" if options.schedule == "fold" else options.schedule)
+        self.policy = make_policy("depth" if options.schedule == "fold" else options.schedule)
         keep_freed_memory()
         self.pool = Pool()
         self.gradient_memory = GradientMemory()
@@ -238,6 +238,10 @@ class Planner:
         key = (program.signatures, compiled)
         size = 2 * HELD * sum(survey(program).present)
         return self.structures.get("operations", key, lambda: OperationSet.of(program, compiled), size)
+
+    def schedule(self, program: Program) -> Schedule:
+        """The steps of a program, by the policy of the options."""
+        return self.policy(program)
 
     def plan(
         self, program: Program, schedule: Schedule | None, template: FamilyTemplate, *, reuse: bool

@@ -34,9 +34,9 @@ Owner = TypeVar("Owner")
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
-# What a place is. The first four are put back where a run has changed them, the others say how a module is.
+# What a place is. The first four are put back where a run has changed them, and lists; the others say how a module is.
 IN_DICT, IN_TYPE, IN_CELL, IN_SLOT = range(4)
-TYPES, MEMBERS, FILLED, TENSORS = range(4, 8)
+TYPES, MEMBERS, FILLED, TENSORS, ITEMS = range(4, 9)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TABLES = ("_modules", "_parameters", "_buffers")
@@ -47,7 +47,9 @@ class Item(NamedTuple):
     """One place, and what it held."""
 
     kind: int
-    holder: Any  # a dict, a class, a cell, an object with slots; for TENSORS a tuple of them
+    holder: (
+        Any  # a dict, a class, a cell, an object with slots; for TENSORS a tuple of them, for ITEMS a list
+    )
     name: Any
     value: Any  # of MEMBERS and TYPES: names, and objects or types
     path: str = ""
@@ -78,6 +80,8 @@ def as_it_was(kind: cython.int, holder: object, name: object, before: object) ->
         return bool(_filled(holder, name) == before)
     if kind == 7:  # TENSORS
         return tensors_are(holder, before)
+    if kind == 8:  # ITEMS
+        return items_are(holder, before)
     return members_are(holder if kind == 4 else holder.get(name), before, kind == 4)
 
 
@@ -96,6 +100,16 @@ def members_are(found: object, before: tuple, kinds: cython.bint) -> cython.bint
         if not (same_kind or (value is values[i] and not kinds)):
             return False
         i += 1  # noqa: SIM113
+    return True
+
+
+@cython.cfunc
+def items_are(items: list, before: tuple) -> cython.bint:
+    if len(items) != len(before):
+        return False
+    for now, was in zip(items, before):  # noqa: SIM110 - as a loop in C
+        if now is not was and not same(now, was):
+            return False
     return True
 
 
@@ -130,6 +144,8 @@ def holds_now(kind: int, holder: Any, name: Any) -> Any:
         return tuple(holder[name]), tuple(holder[name].values())
     if kind == FILLED:
         return _filled(holder, name)
+    if kind == ITEMS:
+        return tuple(holder)
     return tuple((t.shape, t.dtype, t.device) for t in holder)
 
 
@@ -206,6 +222,8 @@ def put(item: Item, value: Any) -> None:
             delattr(holder, name)
         else:
             setattr(holder, name, value)
+    elif kind == ITEMS:
+        holder[:] = value
     elif kind == IN_CELL:
         if value is MISSING:
             del holder.cell_contents

@@ -7,11 +7,11 @@ In: a module, a function. Out: a Walk: its places, each with what it holds; or N
     walk.items                       # places of numbers, functions and classes
 
 A plain body is given tensors, numbers, strings, None and tuples of these. Its code reads these, tensors of its own
-module, numbers (strings, None, dtypes, tuples of these) in attributes and globals, these of dictionaries and objects
-as well where it reads them by key and name, and calls functions of torch, math and operator, the module's own parts,
-and users' functions for which the same holds. It stores to its own variables alone. Whatever else it names makes it not
-plain: `plain_objects` lists what is right, not what is wrong. What it asks of a tensor, fake tensors can answer: shape,
-type, device.
+module, numbers (strings, None, dtypes, tuples of these) in attributes and globals, these of lists, and of
+dictionaries and objects where it reads them by key and name, and calls functions of torch, math and operator, the
+module's own parts, and users' functions for which the same holds. It stores to its own variables alone. Whatever else
+it names makes it not plain: `plain_objects` lists what is right, not what is wrong. What it asks of a tensor, fake
+tensors can answer: shape, type, device.
 
 The code is walked as torch.jit.script walks it: the syntax tree, with the real objects that names stand for. A variable
 stands for a set of such objects, or for DATA, which is everything computed; a container of the body's own for what is
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from fxbatch.torch_private import CACHED_PARAMETRIZATIONS, FAKE_ATTRIBUTES
-from fxbatch.trace.places import IN_CELL, IN_DICT, IN_SLOT, IN_TYPE, MISSING, Item, found_in
+from fxbatch.trace.places import IN_CELL, IN_DICT, IN_SLOT, IN_TYPE, ITEMS, MISSING, Item, found_in
 from fxbatch.trace.plain_objects import (
     BUILTINS,
     CALLING,
@@ -48,6 +48,7 @@ from fxbatch.trace.plain_objects import (
     METHODS_OF_MODULES,
     NEVER_CALLED,
     OF_TENSORS,
+    READING,
     REFUSED_METHODS,
     TYPES,
     is_in,
@@ -191,14 +192,18 @@ class Walk:
             x, (FunctionType, ModuleType, type, enum.Enum, functools.partial)
         ) or is_torchs_or_pythons(x):
             return frozenset({Thing(x, path)})
+        if type(x) is list and 0 < len(x) <= ENTRIES:
+            self._item(ITEMS, x, None, tuple(x), path)
+            return frozenset({Thing(x, path)})
         if is_settings(x):
             return frozenset({Thing(x, path)})
         return self.refuse(f"reads {path}, a {type(x).__qualname__}, which can't be compared")
 
-    def _alone(self, things: Things) -> Things:
-        """These, of which more is asked than names and keys: refused for dictionaries and objects."""
+    def _alone(self, things: Things, *, lists: bool = False) -> Things:
+        """These, of which more is asked than names and keys: refused for dictionaries and objects. lists: whether lists
+        are read alone, all of which is compared; else they may be written to."""
         for thing in self._flat(things):
-            if is_settings(thing.object):
+            if is_settings(thing.object) or (type(thing.object) is list and not lists):
                 what = f"a {type(thing.object).__qualname__}, which can't be compared"
                 self.refuse(f"reads {thing.path}, {what} as a whole")
         return things
@@ -385,10 +390,11 @@ class Walk:
         self, thing: Thing, args: tuple[Things, ...], kwargs: dict[str, Things], spread: bool
     ) -> Things:
         x = thing.object
-        if is_settings(x):
+        if is_settings(x) or type(x) is list:
             return self.refuse(f"calls {thing.path}()")
         if not isinstance(x, (Bound, Local, functools.partial)) and not is_users(unwrapped(x)):
-            self._alone(frozenset().union(*args, *kwargs.values()))
+            reads = thing == COMPUTED or is_in(x, READING)
+            self._alone(frozenset().union(*args, *kwargs.values()), lists=reads)
         if thing in (COMPUTED, CONTEXT):
             self._called_back(self._flat(frozenset().union(*args, *kwargs.values())), modules=False)
             return DATA
@@ -457,9 +463,11 @@ class Walk:
 
     def _items(self, things: Things) -> Things:
         """The items of any of these: the parts of containers of modules."""
-        out = set(self._alone(things))
+        out = {t for t in self._alone(things, lists=True) if type(t.object) is not list}
         for thing in things:
             x: object = thing.object
+            if type(x) is list:
+                out = out.union(DATA, *(self._value(y, f"{thing.path}[{i}]") for i, y in enumerate(x)))
             if isinstance(x, (*CONTAINERS, torch.nn.ParameterList, torch.nn.ParameterDict)):
                 parts = [(n, part) for n, part in x._modules.items() if part is not None]
                 out = out.union(DATA, *(self._part(part, f"{thing.path}[{n!r}]") for n, part in parts))
@@ -753,7 +761,7 @@ class Walk:
                     if isinstance(part, ast.stmt):
                         self._statements([part], scope)
                     elif isinstance(part, ast.expr):
-                        self._alone(self.eval(part, scope))
+                        self._alone(self.eval(part, scope), lists=True)
                     elif isinstance(part, ast.ExceptHandler):
                         self._statements(part.body, scope)
 
@@ -840,7 +848,8 @@ class Walk:
             case ast.Tuple():
                 return self._row(tuple(self.eval(part, scope) for part in e.elts))
             case ast.BinOp():
-                both = self._alone(self.eval(e.left, scope) | self.eval(e.right, scope))
+                both = self._alone(self.eval(e.left, scope) | self.eval(e.right, scope), lists=True)
+                both = self._items(both) if any(type(t.object) is list for t in both) else both
                 return both | DATA if isinstance(e.op, ast.Add) else DATA  # of lists of modules
             case ast.Starred():
                 return self._items(self.eval(e.value, scope))
@@ -854,13 +863,13 @@ class Walk:
                 for g in e.generators:
                     self._assign(g.target, self._each(g.iter, scope), scope)
                     for test in g.ifs:
-                        self._alone(self.eval(test, scope))
+                        self._alone(self.eval(test, scope), lists=True)
                 parts = (e.key, e.value) if isinstance(e, ast.DictComp) else (e.elt,)
-                return DATA.union(*(self.eval(part, scope) for part in parts))
+                return self._alone(DATA.union(*(self.eval(part, scope) for part in parts)))
         if not isinstance(e, _OF_PARTS):
             self.refuse(f"has an expression that is not looked into: {type(e).__name__.lower()}")
         inside = [self.eval(x, scope) for x in ast.iter_child_nodes(e) if isinstance(x, ast.expr)]
-        return self._alone(DATA.union(*inside))
+        return self._alone(DATA.union(*inside), lists=not isinstance(e, (ast.List, ast.Set, ast.Dict)))
 
     def _each(self, e: ast.expr, scope: Scope) -> Things:
         """What a loop over this goes through."""
@@ -887,7 +896,7 @@ class Walk:
         things = [self.eval(side, scope) for side in sides]
         for i, op in enumerate(e.ops):
             if not isinstance(op, (ast.Is, ast.IsNot)):
-                self._alone(things[i] | things[i + 1])
+                self._alone(things[i] | things[i + 1], lists=True)
             asks = isinstance(op, (ast.Is, ast.IsNot)) and not any(map(_is_none, sides[i : i + 2]))
             if asks and COMPUTED in things[i] | things[i + 1]:  # else of functions, classes, modules
                 self.refuse("asks whether two things are one object")
@@ -905,6 +914,8 @@ class Walk:
             if isinstance(e.args[0], ast.Constant) and asked and all(type(t.object) is dict for t in asked):
                 return DATA.union(*args[1:], *(self._entry(t, e.args[0]) for t in asked))
         called = self.eval(e.func, scope)
+        if isinstance(e.func, ast.Attribute) and called == DATA and not hasattr(torch.Tensor, e.func.attr):
+            self._alone(frozenset().union(*args))  # a list of the body's own may keep them
         if isinstance(e.func, ast.Attribute) and not frozenset().union(*args) <= DATA:
             base = e.func.value  # modules that a list of the body's own is given, by append() and the like
             if isinstance(base, ast.Name) and called == DATA:

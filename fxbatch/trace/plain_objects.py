@@ -53,6 +53,11 @@ BUILTINS = frozenset({
 # Those of them that give what they find in what they are given, and those that call it.
 GIVING = frozenset({dict, frozenset, iter, list, max, min, next, reversed, set, sorted, tuple})
 CALLING = frozenset({map, filter, functools.reduce})
+# Those that read a list, and give its items or numbers made of them.
+READING = frozenset({
+    all, any, bool, enumerate, isinstance, iter, len, list, range, reversed, set, sorted, sum, tuple, zip, torch.zeros,
+    torch.ones, torch.empty, torch.rand, torch.randn, torch.tensor, torch.stack, torch.cat, F.layer_norm, F.pad,
+})  # fmt: skip
 TYPES = frozenset(x for x in vars(builtins).values() if isinstance(x, type)) | {torch.Tensor}
 
 # Where torch's functions come from that do nothing but compute; others are refused.

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from fxbatch.trace.places import Item, put
+from fxbatch.trace.places import ITEMS, Item, put
 from fxbatch.trace.plain_body import MODE, Walk
 from fxbatch.trace.plain_objects import CONSTANTS
 from fxbatch.trace.source import digest
 from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.things import NotPlain, Roots
 
-Guards = tuple[Any, ...]  # dictionary, class or cell, key, object it held; and again
+Guards = tuple[Any, ...]  # dictionary, class, cell or list, key, object it held; and again
 
 
 def _is_number(x: object) -> bool:
@@ -106,8 +106,16 @@ class Reads:
 
     def guards(self) -> Guards:
         """For C, to be compared at each call: places that user code may change between two calls without being seen."""
-        far = [x for x in self.items if x.far]
-        return tuple([part for x in far for part in (x.holder, x.name, x.now())])
+        places = []
+        for x in self.items:
+            if x.far and x.kind == ITEMS:
+                places += [
+                    (x.holder, None, len(x.holder)),
+                    *((x.holder, i, y) for i, y in enumerate(x.holder)),
+                ]
+            elif x.far:
+                places.append((x.holder, x.name, x.now()))
+        return tuple(itertools.chain.from_iterable(places))
 
     def near(self) -> bool:
         """Whether those places hold what they held."""

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import math
+import operator
 import re
 import threading
 import types
@@ -695,7 +696,16 @@ NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "identity": (lambda self, x: x if x is self.weight else x * 2, "one object"),
     "a tensor's history": (lambda self, x: x if x.grad_fn is None else x * 2, "asks a tensor for its grad_fn"),
     "needs a gradient": (lambda self, x: x * x.requires_grad, "requires_grad"),
-    "a list": (lambda self, x: x * self.sizes[0], "reads self.sizes, a list"),
+    "a list with a method": (lambda self, x: x * self.sizes.index(1), "reads self.sizes.index"),
+    "a list that grows": (lambda self, x: self.sizes.append(1) or x, "reads self.sizes.append"),
+    "a list of the body's own list": (lambda self, x: [self.sizes][0].append(1) or x, "reads self.sizes, a list"),
+    "lists that are listed": (lambda self, x: [self.sizes for _ in "ab"][1].append(1) or x, "reads self.sizes, a list"),
+    "a list that a list keeps": (lambda self, x: _keeps([], self.sizes)[0].append(1) or x, "reads self.sizes, a list"),
+    "a list in a tuple": (lambda self, x: (1, self.sizes)[1].append(1) or x, "append"),
+    "an empty list": (lambda self, x: x * len(self.nothing), "reads self.nothing, a list"),
+    "a list that is the result": (lambda self, x: (x, self.sizes), "reads self.sizes, a list"),
+    "the largest of lists": (lambda self, x: x * max(self.sizes, [1])[0], "reads self.sizes, a list"),
+    "a list changed by an operator": (lambda self, x: operator.iadd(self.sizes, [1]) and x, "a list"),
     "a dictionary's length": (lambda self, x: x * len(TABLE), "reads TABLE, a dict"),
     "a dictionary's keys": (lambda self, x: x * next(TABLE[k] for k in TABLE), "reads TABLE, a dict"),
     "whether a key is there": (lambda self, x: x if "scale" in TABLE else -x, "reads TABLE, a dict"),
@@ -725,7 +735,7 @@ NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "class of a tensor": (lambda self, x: x if type(x) is torch.Tensor else x * 2, "calls type()"),
     "the generator": (lambda self, x: x * torch.initial_seed(), "calls torch.initial_seed()"),
     "an attribute by name": (lambda self, x: x * getattr(self, "".join(["scale"])), "calls getattr()"),
-    "a list by a name": (lambda self, x: x * getattr(self, "si" + "zes")[0], "reads self.sizes, a list"),
+    "a list by a name": (lambda self, x: getattr(self, "si" + "zes").clear() or x, "reads self.sizes.clear"),
     "a method of torch by a name": (lambda self, x: getattr(self, "ha" + "lf")() and x, "calls half() of a module"),
 }  # fmt: skip
 ELSEWHERE = nn.Linear(2, 2)
@@ -740,6 +750,11 @@ class OwnRules:
 
 
 OWN_RULES = OwnRules()
+
+
+def _keeps(own: list[Any], x: Any) -> list[Any]:
+    own.append(x)
+    return own
 
 
 def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
@@ -768,7 +783,38 @@ def _sets(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("body", [_writes, _deletes, _adds, _sets])
+NUMBERS = [2.0, 3.0]
+
+
+def _writes_to_list(x: torch.Tensor) -> torch.Tensor:
+    NUMBERS[0] = 3.0
+    return x
+
+
+def _adds_to_list(x: torch.Tensor) -> torch.Tensor:
+    numbers = NUMBERS
+    numbers += [1.0]
+    return x
+
+
+def _deletes_of_list(x: torch.Tensor) -> torch.Tensor:
+    del NUMBERS[0]
+    return x
+
+
+def _reads_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    first, second = self.sizes
+    for i, n in enumerate([*self.sizes, *NUMBERS]):
+        x = x * n + i
+    for layer, n in zip(self.steps, self.sizes[::-1]):
+        x = layer(x) + n
+    whole = self.sizes + [1.0] if 2.0 in self.sizes else []
+    return x * sum(n for n in whole) * len(NUMBERS) + first - second
+
+
+@pytest.mark.parametrize(
+    "body", [_writes, _deletes, _adds, _sets, _writes_to_list, _adds_to_list, _deletes_of_list]
+)
 def test_writes_to_dictionaries_and_objects_are_not_plain(body: Any) -> None:
     assert Reads.of_function(body).opaque
 
@@ -792,6 +838,11 @@ READ: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
         lambda self, x: x * self.config.scale, lambda self: setattr(self, "config", Config(scale=3.0))
     ),
     "by a method": (lambda self, x: x * self.config.factor(), lambda self: setattr(self.config, "scale", 3.0)),
+    "a list": (_reads_list, lambda self: self.sizes.__setitem__(0, 5.0)),
+    "a list that grows": (lambda self, x: x * sum(self.sizes), lambda self: self.sizes.append(3.0)),
+    "a list that shrinks": (lambda self, x: x * len(self.sizes), lambda self: self.sizes.__delitem__(slice(1, 2))),
+    "a list's order": (lambda self, x: self.steps[0](x) + self.steps[1](x), lambda self: self.steps.reverse()),
+    "another list": (lambda self, x: x * self.sizes[-1], lambda self: setattr(self, "sizes", [4.0, 5.0])),
     "none": (
         lambda self, x: x if self.config is None else x * 2, lambda self: setattr(self, "config", None)
     ),
@@ -803,6 +854,7 @@ READ: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
 def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: bool) -> None:
     body, change = READ[name]
     sub = Sub(body, name="scale", chosen="twice", nested={"a": {"b": 2.0}}, config=Config())
+    sub.sizes, sub.steps = [2.0, 3.0], [torch.tanh, torch.relu]
     before = dict(TABLE), dict(FUNCTIONS), dict(vars(SETTINGS))
     assert not Reads.of_module(sub).opaque
     model = Model(sub)
@@ -827,6 +879,7 @@ def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: boo
             for table, content in zip((TABLE, FUNCTIONS, vars(SETTINGS)), before, strict=True):
                 table.update(content)
             sub.chosen, sub.nested, sub.config = "twice", {"a": {"b": 2.0}}, Config()
+            sub.sizes, sub.steps = [2.0, 3.0], [torch.tanh, torch.relu]
             torch.testing.assert_close(found, torch.stack([changing.one(x) for x in xs]))
         else:
             change(sub)
@@ -840,7 +893,7 @@ def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: boo
 @pytest.mark.parametrize("name", NOT_PLAIN)
 def test_what_is_not_plain(name: str) -> None:
     body, why = NOT_PLAIN[name]
-    assert why in reason(body, weight=nn.Parameter(torch.ones(2)), sizes=[1], scale=2.0)
+    assert why in reason(body, weight=nn.Parameter(torch.ones(2)), sizes=[1], scale=2.0, nothing=[])
 
 
 class WithLength(nn.Module):
