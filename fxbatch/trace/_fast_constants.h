@@ -587,16 +587,20 @@ static int modes_as_recorded(PyObject *recorder)
     return done && modes_are_same(recorder);
 }
 
-/* What a place holds now, borrowed: a dictionary's item, a class's attribute, a cell's content, a list's item or length. */
+/* What a place holds now, borrowed: a dictionary's item, a class's attribute, a cell's content, a list's item; with an ellipsis for
+ * its name how many there are, as Python's own object, which it has for small ones. */
 static PyObject *held_by(PyObject *holder, PyObject *name)
 {
+    if (name == Py_Ellipsis) {
+        PyObject *length = PyLong_FromSsize_t(PyObject_Size(holder));
+        Py_XDECREF(length);
+        return length;
+    }
     if (PyDict_Check(holder))
         return PyDict_GetItem(holder, name);
     if (PyList_Check(holder)) {
-        Py_ssize_t n = PyList_GET_SIZE(holder), i = name == Py_None ? n : PyLong_AsSsize_t(name);
-        PyObject *length = PyLong_FromSsize_t(n); /* compared by identity: Python keeps the small ones */
-        Py_XDECREF(length);
-        return name == Py_None ? length : i < n ? PyList_GET_ITEM(holder, i) : NULL;
+        Py_ssize_t i = PyLong_AsSsize_t(name);
+        return i < PyList_GET_SIZE(holder) ? PyList_GET_ITEM(holder, i) : NULL;
     }
     return PyType_Check(holder) ? _PyType_Lookup((PyTypeObject *)holder, name) : PyCell_Check(holder) ? PyCell_GET(holder) : NULL;
 }

@@ -47,9 +47,7 @@ class Item(NamedTuple):
     """One place, and what it held."""
 
     kind: int
-    holder: (
-        Any  # a dict, a class, a cell, an object with slots; for TENSORS a tuple of them, for ITEMS a list
-    )
+    holder: Any  # a dict, a class, a cell, an object with slots; for TENSORS a tuple of them, for ITEMS a list or dict
     name: Any
     value: Any  # of MEMBERS and TYPES: names, and objects or types
     path: str = ""
@@ -104,7 +102,8 @@ def members_are(found: object, before: tuple, kinds: cython.bint) -> cython.bint
 
 
 @cython.cfunc
-def items_are(items: list, before: tuple) -> cython.bint:
+def items_are(items: object, before: tuple) -> cython.bint:
+    """Whether these are the items of a list, or the keys of a dictionary."""
     if len(items) != len(before):
         return False
     for now, was in zip(items, before):  # noqa: SIM110 - as a loop in C
@@ -222,7 +221,7 @@ def put(item: Item, value: Any) -> None:
             delattr(holder, name)
         else:
             setattr(holder, name, value)
-    elif kind == ITEMS:
+    elif kind == ITEMS and type(holder) is list:
         holder[:] = value
     elif kind == IN_CELL:
         if value is MISSING:

@@ -222,6 +222,7 @@ class Walk:
         entries = [(ast.Constant(k), type(k)) for k in x]
         if any(kind not in CONSTANTS and not issubclass(kind, CODE) for _, kind in entries):
             return self.refuse(f"reads {path}, a dict, whose keys can't be compared")
+        self._item(ITEMS, x, None, tuple(x), path)
         return DATA.union(*(self._entry(thing, k) for k, _ in entries))
 
     def _name(self, name: str, scope: Scope) -> Things:

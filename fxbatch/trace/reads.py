@@ -51,6 +51,12 @@ def _token(x: object) -> object:
         return ByIdentity(x)
 
 
+def _holds_numbers(x: Item) -> bool:
+    """Whether what a place holds does not decide what is read: not the mode, nor keys of a dictionary."""
+    is_number = x.name != MODE and _is_number(x.value) and _is_number(x.now())
+    return is_number and (x.kind != ITEMS or type(x.holder) is list)
+
+
 class Reads:
     """The places that a body reads besides its tensors, with their content then; and why it is not plain."""
 
@@ -93,7 +99,7 @@ class Reads:
     def again(self) -> Reads:
         """A new look at the body, as things are now."""
         changed = [x for x in self.items if not x.holds()]
-        if changed and all(x.name != MODE and _is_number(x.value) and _is_number(x.now()) for x in changed):
+        if changed and all(map(_holds_numbers, changed)):
             return self._with_numbers()
         return Reads(self.roots)
 
@@ -106,13 +112,11 @@ class Reads:
 
     def guards(self) -> Guards:
         """For C, to be compared at each call: places that user code may change between two calls without being seen."""
-        places = []
+        places: list[tuple[object, object, object]] = []
         for x in self.items:
             if x.far and x.kind == ITEMS:
-                places += [
-                    (x.holder, None, len(x.holder)),
-                    *((x.holder, i, y) for i, y in enumerate(x.holder)),
-                ]
+                places.append((x.holder, ..., len(x.holder)))
+                places += [(x.holder, i, y) for i, y in enumerate(x.holder) if type(x.holder) is list]
             elif x.far:
                 places.append((x.holder, x.name, x.now()))
         return tuple(itertools.chain.from_iterable(places))

@@ -825,6 +825,10 @@ READ: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
     "a key, if it is there": (lambda self, x: x * TABLE.get("scale", 1), lambda self: TABLE.update(scale=3.0)),
     "a key by name": (lambda self, x: x * TABLE[self.name], lambda self: TABLE.update(scale=3.0)),
     "another key": (lambda self, x: FUNCTIONS[self.chosen](x), lambda self: setattr(self, "chosen", "tanh")),
+    "a new key": (
+        lambda self, x: x * self.nested[self.chosen]["b"],
+        lambda self: (setattr(self, "chosen", "new"), self.nested.update(new={"b": 5.0})),
+    ),
     "another function": (
         lambda self, x: FUNCTIONS["twice"](x), lambda self: FUNCTIONS.update(twice=torch.tanh)
     ),
@@ -853,7 +857,9 @@ READ: dict[str, tuple[Callable[..., Any], Callable[[Any], object]]] = {
 @pytest.mark.parametrize("name", READ)
 def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: bool) -> None:
     body, change = READ[name]
-    sub = Sub(body, name="scale", chosen="twice", nested={"a": {"b": 2.0}}, config=Config())
+    sub = Sub(
+        body, name="scale", chosen="twice", nested={"a": {"b": 2.0}, "twice": {"b": 3.0}}, config=Config()
+    )
     sub.sizes, sub.steps = [2.0, 3.0], [torch.tanh, torch.relu]
     before = dict(TABLE), dict(FUNCTIONS), dict(vars(SETTINGS))
     assert not Reads.of_module(sub).opaque
@@ -878,7 +884,7 @@ def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: boo
             found = batched(changing, xs)
             for table, content in zip((TABLE, FUNCTIONS, vars(SETTINGS)), before, strict=True):
                 table.update(content)
-            sub.chosen, sub.nested, sub.config = "twice", {"a": {"b": 2.0}}, Config()
+            sub.chosen, sub.nested, sub.config = "twice", {"a": {"b": 2.0}, "twice": {"b": 3.0}}, Config()
             sub.sizes, sub.steps = [2.0, 3.0], [torch.tanh, torch.relu]
             torch.testing.assert_close(found, torch.stack([changing.one(x) for x in xs]))
         else:
@@ -894,6 +900,34 @@ def test_settings_are_read_by_names_and_keys(name: str, while_instances_run: boo
 def test_what_is_not_plain(name: str) -> None:
     body, why = NOT_PLAIN[name]
     assert why in reason(body, weight=nn.Parameter(torch.ones(2)), sizes=[1], scale=2.0, nothing=[])
+
+
+def test_an_entry_that_comes_later_is_compared() -> None:
+    table = {0: 1.0}
+
+    class Entry(nn.Module):
+        def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
+            return x * table[n]
+
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry = Entry()
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor, n: int) -> torch.Tensor:
+            y = self.entry(value(x), 0)
+            table[n] = table.get(n, 1.0) + 1.0
+            return y + self.entry(value(x), n)
+
+    model = Later()
+    for n in (1, 1, 2, 2):
+        xs, ns, before = [torch.randn(2) for _ in range(4)], [n, n, n + 5, n], dict(table)
+        found = model(xs, ns)
+        table.clear()
+        table.update(before)
+        with fxbatch.disabled():
+            assert torch.equal(found, model(xs, ns))
 
 
 class WithLength(nn.Module):
