@@ -81,7 +81,7 @@ from fxbatch.trace.things import (
     Things,
 )
 
-ENTRIES = 64  # of a dictionary that are compared
+ENTRIES = 64  # of a dictionary, and items of a list, that are compared
 MODE = "training"  # the attribute of modules that decides which side of a branch is walked
 
 # Statements and expressions of which all is said when their parts are evaluated.
@@ -202,7 +202,7 @@ class Walk:
     def _alone(self, things: Things, *, lists: bool = False) -> Things:
         """These, of which more is asked than names and keys: refused for dictionaries and objects. lists: whether lists
         are read alone, all of which is compared; else they may be written to."""
-        for thing in self._flat(things):
+        for thing in self._flat(things - DATA):
             if is_settings(thing.object) or (type(thing.object) is list and not lists):
                 what = f"a {type(thing.object).__qualname__}, which can't be compared"
                 self.refuse(f"reads {thing.path}, {what} as a whole")
@@ -487,9 +487,7 @@ class Walk:
                 if isinstance(m, type) and issubclass(m, torch.autograd.Function):
                     return self.refuse(f"calls {thing.path}, whose backward is its own")
                 continue
-            if (
-                name == "_forward_unimplemented"
-            ):  # of a list of modules, each of which may be meant: it raises
+            if name == "_forward_unimplemented":  # of a list, each of whose modules may be meant: it raises
                 continue
             cls, _ = found_in(type(m), name)
             plain = name in METHODS_OF_MODULES or name == "__call__"
