@@ -106,6 +106,7 @@ class Walk:
         self._recursive: set[object] = set()
         self._walked: set[object] = set()  # functions
         self._torchs: set[int] = set()
+        self.settings: set[int] = set()  # lists, dictionaries and those of objects, of which entries are read
         self._line = ""
         self.tree = {} if roots.module is None else {
             id(m): f"self.{name}" if name else "self" for name, m in roots.module.named_modules()
@@ -193,7 +194,7 @@ class Walk:
         ) or is_torchs_or_pythons(x):
             return frozenset({Thing(x, path)})
         if type(x) is list and 0 < len(x) <= ENTRIES:
-            self._item(ITEMS, x, None, tuple(x), path)
+            self._note_entry(ITEMS, x, None, tuple(x), path)
             return frozenset({Thing(x, path)})
         if is_settings(x):
             return frozenset({Thing(x, path)})
@@ -208,6 +209,10 @@ class Walk:
                 self.refuse(f"reads {thing.path}, {what} as a whole")
         return things
 
+    def _note_entry(self, kind: int, holder: object, name: object, value: object, path: str) -> None:
+        self.settings.add(id(holder))
+        self._item(kind, holder, name, value, path)
+
     def _entry(self, thing: Thing, key: ast.expr | None) -> Things:
         """An entry of a dictionary: that of a text or number, else any of a few."""
         x, path = thing.object, thing.path
@@ -215,14 +220,14 @@ class Walk:
             value = x.get(key.value, MISSING)
             if value is MISSING:  # what comes later is not seen
                 return self.refuse(f"reads {path}[{key.value!r}], which is not there")
-            self._item(IN_DICT, x, key.value, value, f"{path}[{key.value!r}]")
+            self._note_entry(IN_DICT, x, key.value, value, f"{path}[{key.value!r}]")
             return self._value(value, path)
         if len(x) > ENTRIES:
             return self.refuse(f"reads {path}, a dict, which has more than {ENTRIES} entries")
         entries = [(ast.Constant(k), type(k)) for k in x]
         if any(kind not in CONSTANTS and not issubclass(kind, CODE) for _, kind in entries):
             return self.refuse(f"reads {path}, a dict, whose keys can't be compared")
-        self._item(ITEMS, x, None, tuple(x), path)
+        self._note_entry(ITEMS, x, None, tuple(x), path)
         return DATA.union(*(self._entry(thing, k) for k, _ in entries))
 
     def _name(self, name: str, scope: Scope) -> Things:
@@ -295,7 +300,7 @@ class Walk:
         if cls is None or (value is not MISSING and not hasattr(type(member), "__set__")):
             if value is MISSING:  # what comes later is not seen
                 return self.refuse(f"reads {path}, which is not there")
-            self._item(IN_DICT, vars(x), name, value, path)
+            self._note_entry(IN_DICT, vars(x), name, value, path)
             return self._value(value, path)
         if is_library(cls.__module__) or not isinstance(member, (FunctionType, property)):
             return self.refuse(f"reads {path}")

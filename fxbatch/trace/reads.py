@@ -70,7 +70,9 @@ class Reads:
             walk.start()
         except NotPlain as error:
             self.opaque = str(error)
-        self.items = list(walk.items.values())
+        # What changes all the time, as a stack of states, makes nothing plain.
+        unseen = walk.settings if self.opaque else ()
+        self.items = [x for x in walk.items.values() if id(x.holder) not in unseen]
         self.names = frozenset(walk.names)  # of attributes that it reads of modules
         self.fields = frozenset(walk.fields)  # and of what it is given
         self.functions = tuple(walk.functions.values())

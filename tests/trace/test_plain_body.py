@@ -930,6 +930,16 @@ def test_an_entry_that_comes_later_is_compared() -> None:
             assert torch.equal(found, model(xs, ns))
 
 
+def test_lists_that_grow_are_not_looked_at_for_what_is_not_plain() -> None:
+    """As a stack of states: the body was looked at anew at each push, and the calls that were met forgotten."""
+    sub = Sub(lambda self, x: x * self.sizes[0] + self.states[0], sizes=[1], states=[torch.ones(2)])
+    reads = Reads.of_module(sub)
+    assert "self.states[0], a tensor" in reads.opaque
+    sub.sizes.append(2)
+    sub.states.append(torch.ones(2))
+    assert first_changed(reads.items) is None
+
+
 class WithLength(nn.Module):
     def __len__(self) -> int:
         print("asked")
