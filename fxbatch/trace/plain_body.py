@@ -213,22 +213,26 @@ class Walk:
         self.settings.add(id(holder))
         self._item(kind, holder, name, value, path)
 
-    def _entry(self, thing: Thing, key: ast.expr | None) -> Things:
-        """An entry of a dictionary: that of a text or number, else any of a few."""
-        x, path = thing.object, thing.path
+    def _entry(self, thing: Thing, key: object) -> Things:
+        """An entry of a dictionary."""
+        x, path = thing.object, f"{thing.path}[{key!r}]"
+        value = x.get(key, MISSING)
+        if value is MISSING:  # what comes later is not seen
+            return self.refuse(f"reads {path}, which is not there")
+        self._note_entry(IN_DICT, x, key, value, path)
+        return self._value(value, thing.path)
+
+    def _entries(self, thing: Thing, key: ast.expr) -> Things:
+        """The entry of a dictionary that a text or number names, else any of a few."""
         if isinstance(key, ast.Constant):
-            value = x.get(key.value, MISSING)
-            if value is MISSING:  # what comes later is not seen
-                return self.refuse(f"reads {path}[{key.value!r}], which is not there")
-            self._note_entry(IN_DICT, x, key.value, value, f"{path}[{key.value!r}]")
-            return self._value(value, path)
+            return self._entry(thing, key.value)
+        x, path = thing.object, thing.path
         if len(x) > ENTRIES:
             return self.refuse(f"reads {path}, a dict, which has more than {ENTRIES} entries")
-        entries = [(ast.Constant(k), type(k)) for k in x]
-        if any(kind not in CONSTANTS and not issubclass(kind, CODE) for _, kind in entries):
+        if any(type(k) not in CONSTANTS and not issubclass(type(k), CODE) for k in x):
             return self.refuse(f"reads {path}, a dict, whose keys can't be compared")
         self._note_entry(ITEMS, x, None, tuple(x), path)
-        return DATA.union(*(self._entry(thing, k) for k, _ in entries))
+        return DATA.union(*(self._entry(thing, k) for k in x))
 
     def _name(self, name: str, scope: Scope) -> Things:
         s: Scope | None = scope
@@ -844,7 +848,7 @@ class Walk:
                 self._alone(self.eval(e.slice, scope))
                 base = self.eval(e.value, scope)
                 dictionaries = frozenset(t for t in base if type(t.object) is dict)
-                entries = [self._entry(t, e.slice) for t in dictionaries]
+                entries = [self._entries(t, e.slice) for t in dictionaries]
                 return self._parts(base - dictionaries, 0, -1).union(*entries)
             case ast.Compare():
                 self._compare(e, scope)
@@ -916,7 +920,7 @@ class Walk:
         if isinstance(e.func, ast.Attribute) and e.func.attr == "get" and 0 < len(args) < 3 and not kwargs:
             asked = self.eval(e.func.value, scope)
             if isinstance(e.args[0], ast.Constant) and asked and all(type(t.object) is dict for t in asked):
-                return DATA.union(*args[1:], *(self._entry(t, e.args[0]) for t in asked))
+                return DATA.union(*args[1:], *(self._entries(t, e.args[0]) for t in asked))
         called = self.eval(e.func, scope)
         if isinstance(e.func, ast.Attribute) and called == DATA and not hasattr(torch.Tensor, e.func.attr):
             self._alone(frozenset().union(*args))  # a list of the body's own may keep them
