@@ -257,6 +257,17 @@ class Frozen:
     reads: Readings
 
 
+SMALL = 256  # numbers of a value of which what is asked is found without a wait
+# What compares numbers, and what takes some out of others: the same bits in a batch and alone, also of floats.
+_EXACT = frozenset({
+    "eq", "ne", "lt", "le", "gt", "ge", "getitem", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape",
+    "flatten", "t", "transpose", "permute", "narrow", "split", "chunk", "detach", "contiguous", "clone",
+})  # fmt: skip
+_COMPARES = {
+    f.__name__: f for f in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+}
+
+
 @dataclass(frozen=True, eq=False)
 class Signature:
     """Calls of EQUAL signatures may be batched. Interned by a SignatureTable; compared by identity here.
@@ -350,6 +361,44 @@ class Signature:
         state = module.__dict__
         writes = state.get("inplace") or state.get("max_norm") is not None
         return None if writes or "_flat_weights" in state or len(self._places) < len(self.shared) else module
+
+    @functools.cached_property
+    def is_exact(self) -> bool:
+        """Whether a call alone gives the very bits of one in a batch, at little cost: it gives integers or booleans of
+        such, compares numbers, or takes some out of others."""
+        op, specs = self.operation, (*self.inputs, *self.outputs)
+        ours = op.kind == "function" and getattr(op.target, "__module__", "") == "fxbatch.trace.operations"
+        if op.random or self.shared or self.frozen is not None or not (ours or self.only_reads):
+            return False
+        exact = op.name in _EXACT
+        numbers = {t.dtype for t in specs} if not exact else set[torch.dtype]()
+        return all(0 < t.numel <= SMALL and t.device.type == "cpu" for t in specs) and not any(
+            t.is_floating_point or t.is_complex for t in numbers
+        )
+
+    def numbers(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """`run` of an exact call, with Python's numbers in nested lists for tensors."""
+        if self._in_python is not None:
+            return self._in_python(*inputs)
+        with torch.no_grad():
+            real = [torch.tensor(x, dtype=t.dtype) for x, t in zip(inputs, self.inputs, strict=True)]
+            return [t.tolist() for t in self.run(real, ())]
+
+    @functools.cached_property
+    def _in_python(self) -> Callable[..., Sequence[Any]] | None:
+        """What gives the same of Python's numbers: comparisons of two integers, rows."""
+        name, specs = self.operation.name, self.inputs
+        assert self.arguments is not None
+        static = [x for x in self.arguments.leaves if type(x) is not Slot]
+        if len(specs) == 1:
+            return {"unbind": list, "detach": lambda x: [x]}.get(name) if static in ([], [0]) else None
+        if static or len(specs) > 2 or specs[1].shape:
+            return None
+        if name == "getitem":
+            return lambda x, i: [x[i]]
+        of_integers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in specs)
+        compares = _COMPARES.get(name) if of_integers and not specs[0].shape else None
+        return None if compares is None else lambda x, y: [compares(x, y)]
 
     def direct(self, shared: Sequence[torch.Tensor]) -> Body | None:
         """The body that `prepared` gives, if nothing has to be made ready for it: it calls what was recorded, and a

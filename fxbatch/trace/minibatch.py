@@ -26,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import greenlet
 import numpy as np
@@ -34,7 +34,8 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
-from fxbatch.torch_private import tree_leaves, tree_map
+from fxbatch.signature import SMALL
+from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
@@ -46,7 +47,7 @@ from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
-from fxbatch.trace.values import GETITEM, Value, is_stale, refresh, result_with_values, view_of
+from fxbatch.trace.values import Value, View, is_stale, refresh, result_with_values, view_of
 from fxbatch.trace.writes import note_uses
 
 
@@ -262,6 +263,7 @@ class Turns:
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
+        self.last_numbers: tuple[int, Any] = -1, None  # the value of which some were asked last, and these
         self.context = contextvars.copy_context()
         self.alone = len(instances) == 1
         self.settings = () if self.alone else settings_now()
@@ -420,10 +422,9 @@ class Turns:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
-        usual = self.usual.are_those_now()
-        if usual and len(values) == 1 and (self.recorder.has_run(values[0]) or hasattr(values[0], "_view")):  # noqa: SIM102
-            if shown := self._shown(values[0], plain):
-                return shown  # nothing to wait for
+        alike = self.usual.compute_as_now()
+        if alike and len(values) == 1 and (shown := self._shown(values[0], plain)):
+            return shown  # nothing to wait for
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
@@ -433,7 +434,7 @@ class Turns:
         if stays:
             self.statistics.stayed = self.statistics.stayed or stays
             return self._answer_here(values, plain)
-        if not usual:
+        if not alike or self.usual.warnings != warning_handler():
             self.usual = ThreadModes()
         parked = _Parked(self.running, me, values, plain, self.usual)
         self.statistics.asked(_BETWEEN)
@@ -442,33 +443,43 @@ class Turns:
         return parked.answer
 
     def _shown(self, v: Value, plain: bool) -> list[Any]:
-        """What a value holds that has run, or a view of such a one (`best[0][k]`, `scores.detach()`); nothing for
-        others."""
-        views = []
+        """What a value holds that has run, a view of such a one (`best[0][k]`, `scores.detach()`), or what compares
+        some (`words[k] == end`); nothing for others."""
+        views: list[View] = []
         while not self.recorder.has_run(v):
             view = view_of(v)
+            if view is None and plain and not views:
+                exact = self.recorder.exact(v, self._numbers)
+                return [] if exact is None else [exact]
             if view is None or view.call is None or is_stale(v):
                 return []
             _, args, kwargs = view.call
-            is_row = len(args) == 2 and type(args[1]) is int  # asked of each number of a row
-            others = () if is_row and not kwargs else tree_leaves((args[1:], kwargs))
+            plainly = not kwargs and all(type(x) is int for x in args[1:])  # asked of each number of a row
+            others = () if plainly else tree_leaves((args[1:], kwargs))
             if args[0] is not view.source or any(isinstance(x, torch.Tensor) for x in others):
                 return []
-            views.append((*view.call, view.output))
+            views.append(view)
             v = view.source
         if views and is_stale(v):
             return []
-        if plain and v.numel() <= SMALL and all(f is GETITEM for f, *_ in views):
-            path = [i for _, (_, x), *_ in reversed(views) for i in (x if type(x) is tuple else (x,))]
-            if set(map(type, path)) <= {int}:
-                shown: Any = self.execution.numbers([v.id])[0]
-                return [functools.reduce(operator.getitem, path, shown)]
+        if plain and v.numel() <= SMALL:
+            places = [x.place() for x in reversed(views)]
+            if None not in places:
+                path = itertools.chain.from_iterable(x for x in places if x)
+                return [functools.reduce(operator.getitem, path, self._numbers(v._value))]
         with tracing(None), torch.no_grad():
             (shown,) = self.execution.read([v.id])
-            for f, args, kwargs, output in reversed(views):
-                shown = f(shown, *args[1:], **kwargs)
-                shown = shown if isinstance(shown, torch.Tensor) else tree_leaves(shown)[output]
+            for x in reversed(views):
+                func, args, kwargs = cast(Any, x.call)
+                shown = func(shown, *args[1:], **kwargs)
+                shown = shown if isinstance(shown, torch.Tensor) else tree_leaves(shown)[x.output]
         return [shown.tolist() if plain else shown]
+
+    def _numbers(self, number: int) -> Any:
+        """What a value holds that has run, as numbers: those of the last one are kept."""
+        if self.last_numbers[0] != number:
+            self.last_numbers = number, self.execution.numbers([number - self.recorder.base])[0]
+        return self.last_numbers[1]
 
     def _ask_of_parameters(self, values: list[Value], plain: bool = False) -> list[object]:
         """`_ask`, but for what calls of parameters alone gave: for such nobody waits."""
@@ -534,7 +545,6 @@ class Turns:
         return answer
 
 
-SMALL = 256  # numbers of a value of which one is shown without a wait
 _TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
 _BETWEEN = 5  # `asked`, `_ask`, two functions of RecordedCalls through which a value asks, and the value's

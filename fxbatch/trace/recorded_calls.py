@@ -51,6 +51,7 @@ from fxbatch.trace.values import (
 # Each recorder numbers its values from another multiple of this: values of other recordings are found.
 _RANGE = 1 << 40
 _STRIDED = torch.strided
+_LAST = 64  # calls among which those are looked for that what is asked depends on
 _ranges = itertools.count(1)
 
 
@@ -653,6 +654,40 @@ class RecordedCalls(Columns):
     def has_run(self, v: Value) -> bool:
         """Whether a phase has run the call of a value, and its numbers are at hand."""
         return v._value - self.base < self.phases.known and self.table.types[v._type].device.type == "cpu"
+
+    def exact(self, v: Value, numbers: Callable[[int], Any]) -> Any:
+        """What the last calls gave as numbers, where that is exact alone and all that they read has run; None for
+        other values. numbers: gives those of a value that has run."""
+        signatures, sigs, column = self.table.signatures, self.sigs, self.inputs
+        if not len(sigs) or not signatures[sigs[len(sigs) - 1]].is_exact:
+            return None
+        calls: list[tuple[Signature, int, list[int]]] = []
+        needed, first, end, known = {v._value}, self.count, len(column), self.base + self.phases.known
+        for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
+            s = signatures[sigs[i]]
+            first, after = first - len(s.outputs), first
+            end -= len(s.inputs)
+            mine = [n for n in needed if first <= n < after]
+            if not mine:
+                continue
+            if not s.is_exact:
+                return None
+            inputs = [column[end + k] for k in range(len(s.inputs))]
+            calls.append((s, first, inputs))
+            needed.difference_update(mine)
+            needed.update([n for n in inputs if n >= known and n not in self.number_of])
+            if not needed:
+                break
+        if needed:
+            return None
+        of: dict[int, Any] = {}
+        for s, first, inputs in reversed(calls):
+            for n in inputs:
+                if n not in of:
+                    lifted = self.number_of.get(n)
+                    of[n] = numbers(n) if lifted is None else lifted
+            of.update(enumerate(s.numbers([of[n] for n in inputs]), first))
+        return of[v._value]
 
     def pending_program(self, outputs: Sequence[int] | np.ndarray) -> Program:
         """The calls since the last phase as a Program; they count as run from here on."""

@@ -160,6 +160,10 @@ class ThreadModes:
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
+        return self.compute_as_now() and warning_handler() == self.warnings
+
+    def compute_as_now(self) -> bool:
+        """`are_those_now`, but for who receives warnings: inside a call of torch's bindings that is another."""
         if _fast is not None:
             usual = _fast.usual_modes(self.recorder, self.grad)
         else:
@@ -171,7 +175,6 @@ class ThreadModes:
             and self.autocast is None
             and not self.functions
             and not function_mode_count()
-            and warning_handler() == self.warnings
         )
 
 

@@ -70,6 +70,9 @@ REQUIRES_GRAD = 1
 CONSTANT = 2  # it stands for a tensor that an instance brings along
 
 
+UNBIND, DETACH = (torch.unbind, torch.Tensor.unbind), (torch.detach, torch.Tensor.detach)
+
+
 class View:
     """Whose memory a Value shares, as a view of it.
 
@@ -94,6 +97,19 @@ class View:
         self.again = again  # how a call that is no function's is recorded anew
         self.grad = torch.is_grad_enabled()  # whether gradients go through the view
         self.seen = self.root._writes  # how often the root had been written to when this was recorded
+
+    def place(self) -> tuple[int, ...] | None:
+        """Where it is in its source: one number for each leading dimension; None where that is not all of it."""
+        if self.call is None or self.call[2]:
+            return None
+        func, (_, *rest) = self.call[:2]
+        if func is GETITEM:
+            (index,) = rest
+            place = index if type(index) is tuple else (index,)
+            return place if all(type(i) is int for i in place) else None
+        if func in UNBIND and rest in ([], [0]):
+            return (self.output,)
+        return () if func in DETACH else None
 
     def recorded_anew(self) -> object:
         """The result of the call that gave the view, recorded once more: from the source's new content."""

@@ -151,6 +151,47 @@ def test_tensors_and_views_of_what_has_run_are_not_waited_for() -> None:
     assert phases_as_in_the_loop(fn, xs) == 3, "of the rows, of what was written, of what an index takes"
 
 
+def test_tests_of_what_has_run_are_not_waited_for() -> None:
+    """`if word == end`, of one word after another of a value that has run, as decoders ask."""
+
+    def fn(x: Any) -> Any:
+        words = torch.topk(value(x) * 2, 3)[1]
+        scores = value(x).exp()
+        asked: list[Any] = [len(words), words[0].item(), float(scores[0])]
+        for word in words:
+            if word == 2 or word % 2 != 0:
+                asked.append(word.item())
+            asked.append(int(word // 2 + 1 - word))
+        asked += [
+            bool(torch.equal(words[:2], words[1:])),
+            bool((words == 4).any()),
+            bool(words[0] < words[1]),
+        ]
+        asked += [
+            bool(scores[1] > scores[2]),
+            bool(scores[1] > 0.25),
+            bool((scores[1] > 0.1) & (words[0] != 1)),
+        ]
+        return (
+            *asked,
+            bool(scores[1] - scores[2] > 0.5),
+        )  # which waits: numbers of floats are of their batch
+
+    xs = [torch.randn(5) for _ in range(6)]
+    assert phases_as_in_the_loop(fn, xs) == 2, "of words and scores, of the difference"
+
+
+def test_equal_is_a_call_like_others() -> None:
+    """`torch.equal` of values that have not run: one wait for all instances, and no other for sizes that differ."""
+
+    def fn(x: Any) -> Any:
+        y = value(x) * 2
+        return torch.equal(y, x * 2), y.equal(x * 3), torch.equal(y, y[:2]), torch.equal(x, y / 2)
+
+    xs = [torch.randn(3) for _ in range(4)]
+    assert phases_as_in_the_loop(fn, xs) == 3
+
+
 def test_places_are_the_lines_of_the_user() -> None:
     assert line_of(user_place()) == user_line()
     assert line_of(None) == ""
