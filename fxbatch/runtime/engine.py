@@ -12,8 +12,9 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from fxbatch.caches import guard
@@ -32,6 +33,7 @@ from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
+from fxbatch.trace.assumed import AssumptionError
 from fxbatch.trace.constants import IntegerColumn, sources_of, versions_of
 from fxbatch.trace.held import Renumber, Take
 from fxbatch.trace.minibatch import Recording, record_minibatch
@@ -39,6 +41,8 @@ from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace
+
+T = TypeVar("T")
 
 
 class Engine(Planner):
@@ -51,6 +55,7 @@ class Engine(Planner):
         if options.packs and options.backward == "compiled":
             self.packed_calls = PackedCalls(verify=options.verify, may_try=self.queue.may_try)
         self.table = self._new_table()
+        self.assumes = True  # whether checks of torch.distributions are taken to hold: none has failed
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
@@ -96,19 +101,35 @@ class Engine(Planner):
         """Record all instances, run what is pending, put the results together. run: a new one, where what it ran is to
         be looked at. first: the number of the first instance in the minibatch. trial: how many instances are begun;
         where these are not all, the results are a list."""
-        run = self.execution() if run is None else run
-        recording = self.record(fn, instances, run, first=first, trial=trial)
-        return self.finish(run, recording, out if len(recording.results) == len(instances) else "list")
+
+        def attempt() -> object:
+            execution = self.execution() if run is None else run
+            recording = self.record(
+                fn, instances, execution, first=first, trial=trial, assumes=self.assumes and run is None
+            )
+            return self.finish(
+                execution, recording, out if len(recording.results) == len(instances) else "list"
+            )
+
+        return self._assuming(attempt)
 
     def call_with_reasons(
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str, trial: Trial | None
     ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
-        run, recording, finishing = self.execution(), Timing(1), Timing(1)
-        run.phases_timed = Timing(1)
-        recorded = recording.forward_of(lambda: self.record(fn, instances, run, trial=trial))
-        out = out if len(recorded.results) == len(instances) else "list"
-        result = finishing.forward_of(lambda: self.finish(run, recorded, out))
+
+        def attempt() -> tuple[object, Run, Recording, Timing, Timing]:
+            run, recording, finishing = self.execution(), Timing(1), Timing(1)
+            run.phases_timed = Timing(1)
+            recorded = recording.forward_of(
+                lambda: self.record(fn, instances, run, trial=trial, assumes=self.assumes)
+            )
+            structure = out if len(recorded.results) == len(instances) else "list"
+            result = finishing.forward_of(lambda: self.finish(run, recorded, structure))
+            return result, run, recorded, recording, finishing
+
+        result, run, recorded, recording, finishing = self._assuming(attempt)
+        assert run.phases_timed is not None
         phases = [phase for part in (*run.segments, run) for phase in part.phases]
         executed = run.phases_timed.forward
         step = recording.forward + finishing.forward
@@ -119,6 +140,16 @@ class Engine(Planner):
             return [*reasons(phases, recorded.statistics, fn), *filter(None, (statement, share))]
 
         return result, why
+
+    def _assuming(self, attempt: Callable[[], T]) -> T:
+        """What an attempt gives; once more, and from then on without taking checks to hold, where one may not."""
+        try:
+            return attempt()
+        except AssumptionError as error:
+            if not error.again:
+                raise
+            self.assumes = False
+        return attempt()
 
     def build_waiting(self) -> int:
         """Build some of what runs call by call. How much was built."""
@@ -134,6 +165,7 @@ class Engine(Planner):
         ahead: bool = False,
         first: int = 0,
         trial: Trial | None = None,
+        assumes: bool = False,
     ) -> Recording:
         """Run the user's forward on each instance, recording; `run` executes what instances wait for.
 
@@ -155,6 +187,7 @@ class Engine(Planner):
                 changes=self.changes if may_loop else None,
                 may_loop=may_loop,
                 may_begin=None if trial is None else trial.may_begin,
+                assumes=assumes,
             )
         self.changes = recording.changed or recording.recorder.changes.seen
         if recording.changed and may_loop:
@@ -168,10 +201,12 @@ class Engine(Planner):
         """Run the last phase and assemble the results."""
         recorder = recording.recorder
         try:
-            leaves = Results(recording.results, recording.held)
-            program = recorder.final_program(leaves.values)
+            leaves, checks = Results(recording.results, recording.held), recorder.assumed
+            values = leaves.values if checks is None else checks.with_values(leaves.values)
+            program = recorder.final_program(values)
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
-                renumber = run.finish(after_packed_calls(run, program), leaves.values)
+                renumber = run.finish(after_packed_calls(run, program), values)
+            recorder.verify(lambda ids: run.numbers(renumber(np.array(ids)).tolist()))
             result = self.assemble(run, leaves, renumber, out)
         except Exception as error:
             recorder.refuse(error, may_loop=self.may_loop)

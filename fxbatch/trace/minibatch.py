@@ -36,6 +36,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.signature import SMALL
 from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
+from fxbatch.trace.assumed import Assumed
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
@@ -163,6 +164,7 @@ def record_minibatch(
     changes: str | None = "",
     may_begin: Callable[[int], bool] | None = None,
     may_loop: bool = False,
+    assumes: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -174,12 +176,15 @@ def record_minibatch(
     change is an error. may_begin: asked with the number of each instance before it is begun; the results are those of
     the instances before the first that may not.
     A TraceError says by `again` whether modules are what they were before. may_loop: a mistake inside fxbatch is one.
+    assumes: checks of torch.distributions are taken to hold (trace/assumed.py); who runs the last phase looks at those
+    that are left then.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances), recalls=True)
     recorder.watches_operands = runs_now
+    recorder.assumed = Assumed() if assumes else None
     recorder.copies = {} if runs_now else None
     if changes is not None:
         recorder.changes.watch(instances)
@@ -326,6 +331,7 @@ class Turns:
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
         self.execution.run(self.recorder.pending_program([]))
+        self.recorder.verify(self.execution.numbers)
         self._give(False, self.execution.read)
         self._give(True, self.execution.numbers)
 
@@ -535,6 +541,7 @@ class Turns:
         try:
             with tracing(None), unheard(self.recorder):
                 self.execution.run(self.recorder.pending_program([]))
+                self.recorder.verify(self.execution.numbers)
                 read = self.execution.numbers if plain else self.execution.read
                 answer = read([v.id for v in values])
                 self.recorder.settled = self.execution.settled(self.recorder.base)

@@ -25,6 +25,7 @@ import copy
 import functools
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -334,7 +335,7 @@ class Value(torch.Tensor):
         return torch.from_numpy(array)
 
     def __bool__(self) -> bool:
-        return bool(self._one(_REAL))
+        return self._recorder.assumes(self, sys._getframe(1)) or bool(self._one(_REAL))
 
     def __int__(self) -> int:
         return int(self._one(_WHOLE))
