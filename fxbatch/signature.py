@@ -467,13 +467,35 @@ def place_tensor(module: torch.nn.Module, path: Sequence[str], name: str, tensor
             return
 
 
-def structural_twin(
-    module: torch.nn.Module, twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]
-) -> torch.nn.Module:
-    """A copy of a module's structure that shares its tensors and attributes.
+MOST_PARTS = 64  # of a list that is looked through for modules
+Twins = dict[int, tuple[torch.nn.Module, torch.nn.Module]]  # by id of a module: it, and its twin
+
+
+def structural_twin(module: torch.nn.Module, twins: Twins) -> torch.nn.Module:
+    """A copy of a module's structure that shares its tensors and attributes; lists of its parts are of their twins.
 
     Runs that swap tensors or set attributes do so in it, while other threads use the module itself.
     """
+    twin = _twin(module, twins)
+    for _, copy in twins.values():
+        for name, value in copy.__dict__.items():
+            if (of_twins := in_twins(value, twins)) is not value:
+                copy.__dict__[name] = of_twins
+    return twin
+
+
+def in_twins(x: Any, twins: Twins) -> Any:
+    """A list, tuple or dictionary with twins for the modules in it; others as they are."""
+    if type(x) not in (list, tuple, dict) or not 0 < len(x) <= MOST_PARTS:
+        return x
+    held = x.values() if type(x) is dict else x
+    parts = [twins[id(m)][1] if id(m) in twins else m for m in held]
+    if all(map(operator.is_, held, parts)):
+        return x
+    return dict(zip(x, parts, strict=True)) if type(x) is dict else type(x)(parts)
+
+
+def _twin(module: torch.nn.Module, twins: Twins) -> torch.nn.Module:
     found = twins.get(id(module))
     if found is not None:
         return found[1]
@@ -483,7 +505,7 @@ def structural_twin(
     twin.__dict__["_parameters"] = dict(module._parameters)
     twin.__dict__["_buffers"] = dict(module._buffers)
     twin.__dict__["_modules"] = {
-        name: m if m is None else structural_twin(m, twins) for name, m in module._modules.items()
+        name: m if m is None else _twin(m, twins) for name, m in module._modules.items()
     }
     return twin
 

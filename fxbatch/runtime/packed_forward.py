@@ -42,7 +42,7 @@ from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import gather
 from fxbatch.runtime.watchers import is_watched
-from fxbatch.signature import TensorSpec, bodies, structural_twin
+from fxbatch.signature import TensorSpec, Twins, bodies, structural_twin
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import (
     EndOfCheckpoint,
@@ -389,7 +389,7 @@ class _Body:
         self.kind = kind
         self.plain = plain
         self.count = count
-        self.twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+        self.twins: Twins = {}
         self.twin = structural_twin(root, self.twins)
         self.spec: TreeSpec | None = None
         # Counters of BatchNorm layers that are in training.

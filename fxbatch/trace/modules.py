@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation
 from fxbatch.mistakes import report
-from fxbatch.signature import Frozen, structural_twin
+from fxbatch.signature import Frozen, Twins, in_twins, structural_twin
 from fxbatch.torch_private import DisableTorchFunctionSubclass, module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing, unchanged
@@ -409,7 +409,7 @@ def _signature(record: ModuleRecord, examined: Examined, rule: str, arguments: A
     inputs, shared = arguments.types(), (*examined.shared, *arguments.shared)
     pairs = zip(names, examined.shared, strict=True)
     is_buffer = {n: s.name not in s.owner.__dict__ for n, s in pairs if s.owner}
-    twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]] = {}
+    twins: Twins = {}
     twin = structural_twin(module, twins)
 
     def body(tensors: object, operands: Any) -> object:
@@ -463,13 +463,18 @@ def _name(recorder: RecordedCalls, module: torch.nn.Module) -> str:
     return type(module).__name__
 
 
-def changed_attribute(twins: dict[int, tuple[torch.nn.Module, torch.nn.Module]]) -> str:
+def changed_attribute(twins: Twins) -> str:
     """The name of an attribute that the run set on a twin, else ""."""
     for module, twin in twins.values():
         if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):
             continue  # caches of flattened weights, remade where they are stale
         before = module.__dict__
         for name, value in twin.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules") and before.get(name, twin) is not value:
+            if name in ("_parameters", "_buffers", "_modules") or (held := before.get(name, twin)) is value:
+                continue
+            parts = in_twins(held, twins)
+            if (
+                parts is held or type(parts) is not type(value) or parts != value
+            ):  # modules are equal to themselves
                 return f"its attribute {name!r}"
     return ""

@@ -385,6 +385,8 @@ class _CallWatch(TorchFunctionMode):
         if func in self.one.calls and (result := self.one.of(func, args, kwargs or {})) is not None:
             return result
         if self.device is not None:
+            if any(map(_has_memory, args)) or (kwargs and any(map(_has_memory, kwargs.values()))):
+                raise BodyError("uses a tensor that is none of its operands")
             if func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1)):
                 return _OF_DEVICE[func](self.device)
             args = tuple(_META if isinstance(x, torch.device) and x == self.device else x for x in args)
@@ -401,6 +403,13 @@ class _CallWatch(TorchFunctionMode):
                     "reshape() and contiguous() need not know it"
                 )
         return func(*args, **(kwargs or {}))
+
+
+def _has_memory(x: Any) -> bool:
+    """Whether an argument is a tensor, or some, that are not on "meta": some functions take such beside others."""
+    if isinstance(x, torch.Tensor):
+        return not x.is_meta
+    return type(x) in (list, tuple) and any(map(_has_memory, x))
 
 
 OfOperands = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], object]  # inputs, and shared ones

@@ -977,3 +977,65 @@ def test_a_tagger_as_the_tutorial_writes_it() -> None:
     model = tagger.Tagger()
     check_equal(model, *tagger.sentences(6))
     assert not any("tag_to_ix" in why for why in through(model))
+
+
+class Part(nn.Module):
+    """A part that torch's functions run on tensors without memory beside its real weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.mm(h, self.weight))
+
+
+HELD: dict[str, Callable[[list[Part]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda parts: dict(enumerate(parts)),
+    "methods": lambda parts: [p.forward for p in parts],
+    "partial": lambda parts: [functools.partial(p) for p in parts],
+    "closure": lambda parts: [lambda h, p=p: p(h) for p in parts],
+    "nested": lambda parts: [[p] for p in parts],
+    "many": lambda parts: parts * 50,
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("rows", [(3, 5, 4, 3), (3, 3, 3, 3)])
+def test_parts_that_are_held_twice_get_their_gradients(held: str, rows: tuple[int, ...]) -> None:
+    """As `self.attentions = [...]` beside `add_module`, in old code; also parts that are reached in other ways."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            parts = [Part() for _ in range(2)]
+            for i, part in enumerate(parts):
+                self.add_module(f"part_{i}", part)
+            self.parts = HELD[held](parts)
+            self.out = nn.Linear(8, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, second = self.parts[0], self.parts[1]
+            if type(first) is list:
+                first, second = first[0], second[0]
+            return self.out(torch.cat([first(x), second(x)], dim=1))
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+    model = Outer()
+    batched = fxbatch.autobatch(Outer.forward, adaptive=False, out="list")
+    for _ in range(3):
+        xs = [torch.randn(k, 3) for k in rows]
+        found = torch.autograd.grad(sum(batched(model, xs)), [*model.parameters()], allow_unused=True)
+        expected = torch.autograd.grad(sum(map(model, xs)), [*model.parameters()])
+        for a, b in zip(found, expected, strict=True):
+            assert a is not None
+            torch.testing.assert_close(a, b)
