@@ -55,7 +55,7 @@ class Engine(Planner):
         if options.packs and options.backward == "compiled":
             self.packed_calls = PackedCalls(verify=options.verify, may_try=self.queue.may_try)
         self.table = self._new_table()
-        self.assumes = True  # whether checks of torch.distributions are taken to hold: none has failed
+        self.assumes = True  # whether tests that only raise are taken to pass: none has failed
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
@@ -142,7 +142,7 @@ class Engine(Planner):
         return result, why
 
     def _assuming(self, attempt: Callable[[], T]) -> T:
-        """What an attempt gives; once more, and from then on without taking checks to hold, where one may not."""
+        """What an attempt gives; once more, and from then on without taking tests to pass, where one may not."""
         try:
             return attempt()
         except AssumptionError as error:
@@ -201,8 +201,8 @@ class Engine(Planner):
         """Run the last phase and assemble the results."""
         recorder = recording.recorder
         try:
-            leaves, checks = Results(recording.results, recording.held), recorder.assumed
-            values = leaves.values if checks is None else checks.with_values(leaves.values)
+            leaves, tests = Results(recording.results, recording.held), recorder.assumed
+            values = leaves.values if tests is None else tests.with_values(leaves.values)
             program = recorder.final_program(values)
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
                 renumber = run.finish(after_packed_calls(run, program), values)

@@ -560,7 +560,6 @@ def _named(spec: TreeSpec) -> tuple[object, ...] | None:
     return tuple(members)
 
 
-@cached("packed arguments")
 def _tensors_alone(count: int) -> tuple[tuple[object, ...], TreeSpec]:
     plain = (_TENSOR,) * count
     return plain, tree_flatten((plain, {}))[1]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -123,6 +124,8 @@ def call_function(
     if type(func) is CustomFunction:
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
+    if func in (GETITEM, SETITEM) and (index := _in_python(args[1])) is not args[1]:
+        args = (args[0], index, *args[2:])
     asked = func
     if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
@@ -477,6 +480,20 @@ def _indices(recorder: RecordedCalls, index: object) -> object:
     if isinstance(index, torch.Tensor) and not index.dim() and index.dtype in POSITIONS:
         return int(index)
     return index
+
+
+def _in_python(index: object) -> object:
+    """An index with Python's integers in place of numpy's, of which each would be another call; the same where it has
+    none."""
+    if isinstance(index, np.integer):
+        return int(index)
+    if type(index) is slice:
+        parts = (index.start, index.stop, index.step)
+        return slice(*map(_in_python, parts)) if any(isinstance(x, np.integer) for x in parts) else index
+    if type(index) is not tuple:
+        return index
+    new = tuple(map(_in_python, index))
+    return index if all(map(operator.is_, new, index)) else new
 
 
 def _plain_index(index: object) -> object:

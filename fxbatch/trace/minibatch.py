@@ -176,8 +176,8 @@ def record_minibatch(
     change is an error. may_begin: asked with the number of each instance before it is begun; the results are those of
     the instances before the first that may not.
     A TraceError says by `again` whether modules are what they were before. may_loop: a mistake inside fxbatch is one.
-    assumes: checks of torch.distributions are taken to hold (trace/assumed.py); who runs the last phase looks at those
-    that are left then.
+    assumes: tests that only raise are taken to pass (trace/assumed.py); who runs the last phase looks at those that are
+    left then.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)

@@ -27,7 +27,7 @@ from fxbatch.mistakes import refusal_of
 from fxbatch.signature import Frozen
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
-from fxbatch.trace.assumed import Assumed, AssumptionError, is_check
+from fxbatch.trace.assumed import Assumed, AssumptionError
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
@@ -154,7 +154,7 @@ class RecordedCalls(Columns):
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
-    assumed: Assumed | None = None  # checks that are taken to hold; None: none is
+    assumed: Assumed | None = None  # tests that are taken to pass; None: none is
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     # Parameters and buffers, with version at first sight.
@@ -293,7 +293,7 @@ class RecordedCalls(Columns):
         hides = may_loop and not self.table.verify
         refusal = error if isinstance(error, TraceError) else refusal_of(error) if hides else None
         if self.assumed is not None and self.assumed.values and not isinstance(error, TraceError):
-            refusal = AssumptionError()  # a check that fails comes before other errors
+            refusal = AssumptionError()  # a test that fails comes before other errors
         if refusal is None:
             return
         undone, refusal.begun = self.changes.undo(), self.changes.begun
@@ -435,15 +435,14 @@ class RecordedCalls(Columns):
         """A value as Python numbers in nested lists; may suspend the instance."""
         return self._ask([refresh(v)], True)[0]
 
-    def assumes(self, v: Value, caller: FrameType) -> bool:
-        """Whether a boolean that this code asks for is a check that is taken to hold; it is looked at later."""
-        if self.assumed is None or self.over or not is_check(caller) or self.has_run(v):
-            return False
-        self.assumed.values.append(refresh(v))
-        return True
+    def assumed_of(self, v: Value, caller: FrameType) -> bool | None:
+        """What a value is taken to be that this code tests, and looked at later; None where it is to be read."""
+        if self.assumed is None or self.over or self.has_run(v):
+            return None
+        return self.assumed.answer(refresh(v), caller)
 
     def verify(self, numbers: Callable[[Sequence[int]], Sequence[object]]) -> None:
-        """Look at the checks that were taken to hold, all of which have run. numbers: gives those of values."""
+        """Look at the tests that were taken to pass, all of which have run. numbers: gives those of values."""
         if self.assumed is not None and self.assumed.values:
             self.assumed.verify(numbers)
 

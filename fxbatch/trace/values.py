@@ -335,7 +335,8 @@ class Value(torch.Tensor):
         return torch.from_numpy(array)
 
     def __bool__(self) -> bool:
-        return self._recorder.assumes(self, sys._getframe(1)) or bool(self._one(_REAL))
+        assumed = self._recorder.assumed_of(self, sys._getframe(1))
+        return bool(self._one(_REAL)) if assumed is None else assumed
 
     def __int__(self) -> int:
         return int(self._one(_WHOLE))

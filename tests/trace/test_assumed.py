@@ -1,4 +1,4 @@
-"""Argument checks of `torch.distributions`: no instance waits for them, and one that fails is the loop's error."""
+"""Tests that only raise, as `torch.distributions` checks arguments: no instance waits, and the error is the loop's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributions import Categorical, Normal
 import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.trace.minibatch import Turns
+from tests.trace.asserting import Asserts
 
 
 class Policy(nn.Module):
@@ -132,3 +133,20 @@ def test_checks_are_looked_at_where_an_instance_waits() -> None:
         assert count == 4, "of the best ones of the longest"
         with pytest.raises(ValueError, match="scale"):
             waits(model, minibatch([1.0, -9.0, 2.0]))
+
+
+def test_asserts_are_not_waited_for() -> None:
+    model, given = Asserts(), minibatch([1.0, 0.5, 2.0])
+    found, count = waits(model, given)
+    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
+    assert count == 0
+    with pytest.raises(AssertionError, match="numbers, not"):
+        waits(model, minibatch([1.0, float("nan"), 2.0]))
+
+
+def test_what_users_raise_is_waited_for() -> None:
+    model, given = Asserts(), minibatch([1.0, 0.5, 2.0])
+    model.ends = True
+    found, count = waits(model, given)
+    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
+    assert count >= 3
