@@ -48,7 +48,7 @@ from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
-from fxbatch.trace.values import Value, View, is_stale, refresh, result_with_values, view_of
+from fxbatch.trace.values import Value, View, is_stale, refresh, result_with_values
 from fxbatch.trace.writes import note_uses
 
 
@@ -453,7 +453,7 @@ class Turns:
         some (`words[k] == end`); nothing for others."""
         views: list[View] = []
         while not self.recorder.has_run(v):
-            view = view_of(v)
+            view: View | None = getattr(v, "_view", None)
             if view is None and plain and not views:
                 exact = self.recorder.exact(v, self._numbers)
                 return [] if exact is None else [exact]

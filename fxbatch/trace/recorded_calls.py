@@ -674,9 +674,9 @@ class RecordedCalls(Columns):
     def exact(self, v: Value, numbers: Callable[[int], Any]) -> Any:
         """What the last calls gave as numbers, where that is exact alone and all that they read has run; None for
         other values. numbers: gives those of a value that has run."""
-        signatures, sigs, column = self.table.signatures, self.sigs, self.inputs
-        if not len(sigs) or not signatures[sigs[len(sigs) - 1]].is_exact:
+        if not len(sigs := self.sigs) or not self.table.signatures[sigs[len(sigs) - 1]].is_exact:
             return None
+        signatures, column = self.table.signatures, self.inputs
         calls: list[tuple[Signature, int, list[int]]] = []
         needed, first, end, known = {v._value}, self.count, len(column), self.base + self.phases.known
         for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
