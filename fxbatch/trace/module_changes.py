@@ -181,6 +181,11 @@ class ModuleChanges:
         self._containers.clear()
         self._arguments.clear()
 
+    @property
+    def attributes(self) -> frozenset[tuple[int, str]]:
+        """Those that were set, each by id of its module, and name."""
+        return frozenset(self._attributes)
+
     def undo(self) -> bool:
         """Make modules what they were. Whether they are, and arguments as well."""
         for attribute in reversed(self._attributes.values()):

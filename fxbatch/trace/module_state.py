@@ -26,6 +26,7 @@ from fxbatch.torch_private import NormBase, has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
 from fxbatch.trace.module_changes import containers_of
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
+from fxbatch.trace.plain_objects import is_library
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.things import Roots
@@ -88,7 +89,12 @@ class Examined:
         self.reason = self.reason or reads.opaque
 
     def _add_tensors(self, prefix: str, m: torch.nn.Module, key: list[object]) -> None:
-        plain = {k: x for k, x in m.__dict__.items() if isinstance(x, torch.Tensor)}
+        every = self.reads.opaque or is_library(type(m).__module__)  # else its code reads those that it names
+        plain = {
+            k: x
+            for k, x in m.__dict__.items()
+            if isinstance(x, torch.Tensor) and (every or k in self.reads.names)
+        }
         for tensors in (m._parameters, m._buffers, plain):
             for name, t in tensors.items():
                 if t is None:

@@ -296,8 +296,10 @@ class RecordedCalls(Columns):
             refusal = AssumptionError()  # a test that fails comes before other errors
         if refusal is None:
             return
+        were_set = self.changes.attributes  # by instances, and are put back
         undone, refusal.begun = self.changes.undo(), self.changes.begun
-        refusal.again = undone and written_to(self.operands) is None and not self._changed_plain_operands()
+        changed = set(self._changed_plain_operands()) - were_set
+        refusal.again = undone and written_to(self.operands) is None and not changed
         if refusal is not error:
             raise refusal from error
 

@@ -3,12 +3,14 @@ where a call reads them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 import fxbatch
 from fxbatch.errors import FxbatchError, InPlaceError
@@ -234,3 +236,64 @@ def test_then_the_loop_runs_where_it_can_be_put_back(change: str, monkeypatch: p
 def test_where_it_can_not_be_put_back_that_is_an_error() -> None:
     with pytest.raises(InPlaceError, match=r"Gated\.gate"):
         Setting(CHANGES["written"])(xs(9))
+
+
+class Leaves(nn.Module):
+    """A part that leaves a tensor behind which nothing reads, as `init_hidden` of old code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x + h))
+
+    def begin(self) -> torch.Tensor:
+        weight = next(self.parameters()).data
+        self.ones = weight.new(1, 1).zero_() + 1.0
+        return weight.new(1, 4).zero_()
+
+
+class TwoLeave(nn.Module):
+    reads = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Leaves(), Leaves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states = self.first.begin(), self.second.begin()
+        y = self.second(self.first(x, states[0]), states[1])
+        return y.sum() * self.first.ones.sum() if self.reads else y.sum()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_tensor_that_no_operation_reads_may_be_replaced(
+    adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    for reads in (False, True):
+        model = TwoLeave()
+        model.reads = reads
+        xs = [torch.randn(1, 4) for _ in range(8)]
+        batched = fxbatch.autobatch(TwoLeave.forward, adaptive=adaptive)
+        for _ in range(3):
+            assert_close(batched(model, xs), torch.stack([model(x) for x in xs]))
+
+
+class ReadsIt(Leaves):
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.gate(x + h)) * self.ones
+
+
+def test_a_refusal_puts_back_what_instances_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop can run the minibatch then: what was set is as it was, though operations had read it."""
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    model = TwoLeave()
+    model.first, model.second = ReadsIt(), ReadsIt()
+    xs = [torch.randn(1, 4) for _ in range(8)]
+    batched = fxbatch.autobatch(TwoLeave.forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxbatch.LoopWarning)
+        for _ in range(3):
+            assert_close(batched(model, xs), torch.stack([model(x) for x in xs]))
