@@ -10,7 +10,7 @@ all of it as it was before, where the minibatch is run anew.
 
 An instance that waits for a value lets the others run. What it has set on modules they would find, and it would find
 theirs: so a minibatch that does both is run by the plain loop (`minibatch`). What is shared otherwise (globals,
-closures, objects) isn't looked at: README, "What instances share".
+closures) isn't looked at: README, "What instances share".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.trace.places import TABLES
+from fxbatch.trace.plain_objects import is_settings
 from fxbatch.trace.user_line import at_line
 
 _CONTAINERS = (list, dict, set, deque, bytearray)
@@ -34,7 +35,7 @@ _WATCHED = frozenset({*_CONTAINERS, torch.Tensor})
 
 
 class Container(NamedTuple):
-    """A list, dictionary or set that a module holds."""
+    """A list, dictionary or set that a module holds, or an object of a user's plain class; or one that these hold."""
 
     module: torch.nn.Module
     name: str
@@ -43,10 +44,25 @@ class Container(NamedTuple):
     length: int
 
     @staticmethod
-    def of(module: torch.nn.Module, name: str) -> Container:
-        """As it is now."""
-        x = module.__dict__[name]
-        return Container(module, name, x, _content(x) if len(x) <= _MANY else None, len(x))
+    def of(holders: Iterable[tuple[torch.nn.Module, str]]) -> list[Container]:
+        """As they are now, and as objects in them are. An object is the dictionary of its attributes."""
+        containers, seen, kinds, looked = [], set[int](), dict[type, bool](), 0
+        todo = deque((module, name, module.__dict__[name]) for module, name in holders)
+        while todo:
+            module, name, x = todo.popleft()
+            is_object = _is_object(x, kinds)
+            if id(x) in seen or not (is_object or isinstance(x, _CONTAINERS)):
+                continue
+            seen.add(id(x))
+            held = vars(x) if is_object else x
+            content = _content(held) if len(held) <= _MANY else None
+            containers.append(Container(module, name, held, content, len(held)))
+            looked += len(held)
+            if looked > _MANY or content is None or isinstance(x, bytearray):
+                continue  # what is in it is not looked at
+            inside = held.items() if is_object else [("", y) for y in content]
+            todo += [(module, f"{name}.{k}" if k else name, y) for k, y in inside if y is not module]
+        return containers
 
     def is_changed(self) -> bool:
         """Whether it holds other items than it did."""
@@ -74,17 +90,27 @@ class Container(NamedTuple):
         return True
 
 
+def _is_object(x: object, kinds: dict[type, bool]) -> bool:
+    """Whether it is an object of a user's plain class. kinds: what is known of classes."""
+    known = kinds.get(type(x))
+    if known is None:
+        known = kinds[type(x)] = not isinstance(x, dict) and is_settings(x)
+    return known
+
+
 def _content(x: Any) -> tuple[object, ...]:
     return (*x, *x.values()) if isinstance(x, dict) else tuple(x)
 
 
 def containers_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[torch.nn.Module, str], ...]:
-    """Modules, and the names of their attributes that are containers, but for those that torch looks after."""
+    """Modules, and the names of their attributes that are containers or objects of users' plain classes, but for those
+    that torch looks after."""
+    kinds: dict[type, bool] = {}
     return tuple(
         (module, name)
         for module in modules
         for name, x in module.__dict__.items()
-        if isinstance(x, _CONTAINERS) and name not in _TORCHS_OWN
+        if name not in _TORCHS_OWN and (isinstance(x, _CONTAINERS) or _is_object(x, kinds))
     )
 
 
@@ -126,7 +152,7 @@ class ModuleChanges:
 
     def __init__(self, containers: Sequence[tuple[torch.nn.Module, str]] = ()) -> None:
         self._attributes: dict[tuple[int, str], _Before] = {}  # that were set, in order
-        self._containers = [Container.of(m, name) for m, name in containers]
+        self._containers = Container.of(containers)
         self._arguments: list[tuple[object, int]] = []
         self.seen = ""  # the first that was seen as it was made, with the line
         self.lasts = False  # whether something was changed that `undo` does not know
@@ -210,7 +236,7 @@ class ModuleState:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self.modules = list(modules)
         self._attributes = [_attributes(m) for m in self.modules]
-        self._containers = [Container.of(m, name) for m, name in containers_of(self.modules)]
+        self._containers = Container.of(containers_of(self.modules))
 
     def first_change(self) -> str:
         """The first change, "" where there is none."""

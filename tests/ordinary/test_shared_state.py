@@ -11,6 +11,7 @@ import torch
 
 import fxbatch
 from fxbatch.checking import Material
+from fxbatch.runtime.strategy import AdaptiveSwitch
 from fxbatch.shared_state import SharedState
 from tools.check import compare
 from tools.run_target import Runnable
@@ -178,6 +179,21 @@ attributes = {"n": 0}
 def count(self): object.__setattr__(self, "n", self.n + 1)
 def counted(self): return self.n
 """,
+    "one object in all instances": """
+class State: n = 0
+state_of_instances = State()
+def count(self, state): state.n += 1
+def counted(self, state): return state.n
+""",
+    "one list in all instances": """
+state_of_instances = []
+def count(self, state): state.append(1)
+def counted(self, state): return len(state)
+""",
+}  # fmt: skip
+
+# What a minibatch sees, as it sees modules' attributes: it is refused, and the loop runs.
+SEEN = {
     "an object that a module holds": """
 class State: n = 0
 attributes = {"state": State()}
@@ -189,16 +205,19 @@ attributes = {"logs": [[]]}
 def count(self): self.logs[0].append(1)
 def counted(self): return len(self.logs[0])
 """,
-    "one object in all instances": """
-class State: n = 0
-state_of_instances = State()
-def count(self, state): state.n += 1
-def counted(self, state): return state.n
+    "a list of an object that a module holds": """
+class Tree:
+    def __init__(self, below): self.found, self.below = [], below
+attributes = {"tree": Tree([Tree([]), Tree([])])}
+def count(self): self.tree.below[1].found.append(1)
+def counted(self): return len(self.tree.below[1].found)
 """,
-    "one list in all instances": """
-state_of_instances = []
-def count(self, state): state.append(1)
-def counted(self, state): return len(state)
+    "an attribute of an object that is replaced": """
+class State:
+    def __init__(self): self.log = []
+attributes = {"state": State()}
+def count(self): self.state.log = [*self.state.log, 1]
+def counted(self): return len(self.state.log)
 """,
 }  # fmt: skip
 
@@ -217,7 +236,7 @@ def made(way: str, **options: Any) -> tuple[Any, list[Any]]:
     """A model that counts in this way, and its instances."""
     torch.manual_seed(0)
     world: dict[str, Any] = {"__name__": "world"}
-    exec(compile(WAYS[way] + FORWARD, "<world>", "exec"), world)  # our own table
+    exec(compile({**WAYS, **SEEN}[way] + FORWARD, "<world>", "exec"), world)  # our own table
     members = {"forward": fxbatch.autobatch(out="list", **options)(world["forward"])}
     model = type("Model", (torch.nn.Module,), {**members, **world.get("class_attributes", {})})()
     model.l = torch.nn.Linear(4, 4)
@@ -274,3 +293,17 @@ def test_it_differs_in_silence_and_checks_find_it(way: str) -> None:
     model, instances = made(way, adaptive="loop")
     assert not different(run(model, instances), expected)
     assert not different(run(model, instances), again)
+
+
+@pytest.mark.parametrize("way", SEEN)
+def test_what_is_seen_runs_the_loop(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, again = looped(way, 2)
+    model, instances = made(way, adaptive=False)
+    with pytest.raises(fxbatch.TraceError, match="is changed, and an instance waits"):
+        run(model, instances)
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    model, instances = made(way)
+    with pytest.warns(fxbatch.LoopWarning, match="is changed, and an instance waits"):
+        found, second = run(model, instances), run(model, instances)
+    assert not different(found, expected)
+    assert not different(second, again)
