@@ -257,7 +257,8 @@ class Frozen:
     reads: Readings
 
 
-SMALL = 256  # numbers of a value of which what is asked is found without a wait
+SMALL = 256  # numbers of a value of which what is asked is told without a wait
+Numbers = Any  # Python's, in nested lists as Tensor.tolist() gives them
 # What compares numbers, and what takes some out of others: the same bits in a batch and alone, also of floats.
 _EXACT = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "getitem", "unbind", "select", "squeeze", "unsqueeze", "view", "reshape",
@@ -376,7 +377,7 @@ class Signature:
             t.is_floating_point or t.is_complex for t in numbers
         )
 
-    def numbers(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def numbers(self, inputs: Sequence[Numbers]) -> Sequence[Numbers]:
         """`run` of an exact call, with Python's numbers in nested lists for tensors."""
         if self._in_python is not None:
             return self._in_python(*inputs)
@@ -385,7 +386,7 @@ class Signature:
             return [t.tolist() for t in self.run(real, ())]
 
     @functools.cached_property
-    def _in_python(self) -> Callable[..., Sequence[Any]] | None:
+    def _in_python(self) -> Callable[..., Sequence[Numbers]] | None:
         """What gives the same of Python's numbers: comparisons of two integers, rows."""
         name, specs = self.operation.name, self.inputs
         assert self.arguments is not None
@@ -496,9 +497,8 @@ def in_twins(x: Any, twins: Twins) -> Any:
 
 
 def _twin(module: torch.nn.Module, twins: Twins) -> torch.nn.Module:
-    found = twins.get(id(module))
-    if found is not None:
-        return found[1]
+    if id(module) in twins:
+        return twins[id(module)][1]
     twin = object.__new__(type(module))
     twins[id(module)] = (module, twin)
     twin.__dict__.update(module.__dict__)

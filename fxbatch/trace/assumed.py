@@ -14,13 +14,13 @@ import dis
 import os
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any
 
 import numpy as np
 import torch
 
 from fxbatch.caches import cached
 from fxbatch.errors import TraceError
+from fxbatch.signature import Numbers
 from fxbatch.trace.values import Value
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -55,11 +55,11 @@ class Assumed:
         mine = [v.id for v in self.values]
         return np.array(list(dict.fromkeys([*others.tolist(), *mine])), dtype=np.int64) if mine else others
 
-    def verify(self, numbers: Callable[[Sequence[int]], Sequence[Any]]) -> None:
+    def verify(self, numbers: Callable[[Sequence[int]], Sequence[Numbers]]) -> None:
         """AssumptionError where one fails. numbers: gives those of values, all of which have run."""
-        found = numbers([v.id for v in self.values])
+        read = numbers([v.id for v in self.values])
         answers, self.values, self.answers = self.answers, [], []
-        for number, answer in zip(found, answers, strict=True):
+        for number, answer in zip(read, answers, strict=True):
             while type(number) is list:
                 (number,) = number
             if bool(number) is not answer:

@@ -34,7 +34,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
-from fxbatch.signature import SMALL
+from fxbatch.signature import SMALL, Numbers
 from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
 from fxbatch.trace.assumed import Assumed
 from fxbatch.trace.bare_parameters import unheard
@@ -268,7 +268,10 @@ class Turns:
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
-        self.last_numbers: tuple[int, Any] = -1, None  # the value of which some were asked last, and these
+        self.last_numbers: tuple[int, Numbers] = (
+            -1,
+            None,
+        )  # the value of which some were asked last, and these
         self.context = contextvars.copy_context()
         self.alone = len(instances) == 1
         self.settings = () if self.alone else settings_now()
@@ -481,7 +484,7 @@ class Turns:
                 shown = shown if isinstance(shown, torch.Tensor) else tree_leaves(shown)[x.output]
         return [shown.tolist() if plain else shown]
 
-    def _numbers(self, number: int) -> Any:
+    def _numbers(self, number: int) -> Numbers:
         """What a value holds that has run, as numbers: those of the last one are kept."""
         if self.last_numbers[0] != number:
             self.last_numbers = number, self.execution.numbers([number - self.recorder.base])[0]

@@ -91,11 +91,10 @@ class Container(NamedTuple):
 
 
 def _is_object(x: object, kinds: dict[type, bool]) -> bool:
-    """Whether it is an object of a user's plain class. kinds: what is known of classes."""
-    known = kinds.get(type(x))
-    if known is None:
-        known = kinds[type(x)] = not isinstance(x, dict) and is_settings(x)
-    return known
+    """Whether it is an object of a user's plain class. kinds: of classes, which are such."""
+    if type(x) not in kinds:
+        kinds[type(x)] = not isinstance(x, dict) and is_settings(x)
+    return kinds[type(x)]
 
 
 def _content(x: Any) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ import torch
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
 from fxbatch.mistakes import refusal_of
-from fxbatch.signature import Frozen
+from fxbatch.signature import Frozen, Numbers
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
 from fxbatch.trace.assumed import Assumed, AssumptionError
@@ -207,7 +207,7 @@ class RecordedCalls(Columns):
         self.constants, self.settled = new_constants(), None
         self.numbers: dict[object, Value] = {}
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
-        self.number_of: dict[int, Any] = {}  # value id -> lifted number
+        self.number_of: dict[int, Numbers] = {}  # value id -> lifted number
         self.row_calls, self.number_ids, self.once = {}, {}, {}
         self.index_numbers: dict[torch.device, dict[int, int]] = {}
         self.filled, self.made_by = dict.fromkeys(self.table.filled), {}
@@ -443,7 +443,7 @@ class RecordedCalls(Columns):
             return None
         return self.assumed.answer(refresh(v), caller)
 
-    def verify(self, numbers: Callable[[Sequence[int]], Sequence[object]]) -> None:
+    def verify(self, numbers: Callable[[Sequence[int]], Sequence[Numbers]]) -> None:
         """Look at the tests that were taken to pass, all of which have run. numbers: gives those of values."""
         if self.assumed is not None and self.assumed.values:
             self.assumed.verify(numbers)
@@ -673,14 +673,14 @@ class RecordedCalls(Columns):
         """Whether a phase has run the call of a value, and its numbers are at hand."""
         return v._value - self.base < self.phases.known and self.table.types[v._type].device.type == "cpu"
 
-    def exact(self, v: Value, numbers: Callable[[int], Any]) -> Any:
+    def exact(self, v: Value, numbers: Callable[[int], Numbers]) -> Numbers:
         """What the last calls gave as numbers, where that is exact alone and all that they read has run; None for
         other values. numbers: gives those of a value that has run."""
         if not len(sigs := self.sigs) or not self.table.signatures[sigs[len(sigs) - 1]].is_exact:
             return None
         signatures, column = self.table.signatures, self.inputs
         calls: list[tuple[Signature, int, list[int]]] = []
-        needed, first, end, known = {v._value}, self.count, len(column), self.base + self.phases.known
+        needed, first, end, ran = {v._value}, self.count, len(column), self.base + self.phases.known
         for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
             s = signatures[sigs[i]]
             first, after = first - len(s.outputs), first
@@ -693,12 +693,12 @@ class RecordedCalls(Columns):
             inputs = [column[end + k] for k in range(len(s.inputs))]
             calls.append((s, first, inputs))
             needed.difference_update(mine)
-            needed.update([n for n in inputs if n >= known and n not in self.number_of])
+            needed.update([n for n in inputs if n >= ran and n not in self.number_of])
             if not needed:
                 break
         if needed:
             return None
-        of: dict[int, Any] = {}
+        of: dict[int, Numbers] = {}
         for s, first, inputs in reversed(calls):
             for n in inputs:
                 if n not in of:
