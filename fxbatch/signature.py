@@ -396,7 +396,7 @@ class Signature:
         if static or len(specs) > 2 or specs[1].shape:
             return None
         if name == "getitem":
-            return lambda x, i: [x[i]]
+            return (lambda x, i: [x[i]]) if specs[1].dtype is torch.int64 else None  # others may be masks
         of_integers = not any(t.dtype.is_floating_point or t.dtype.is_complex for t in specs)
         compares = _COMPARES.get(name) if of_integers and not specs[0].shape else None
         return None if compares is None else lambda x, y: [compares(x, y)]

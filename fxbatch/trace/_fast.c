@@ -507,6 +507,13 @@ static int set_item(PyObject *recorder, PyObject *const *args)
     return done;
 }
 
+/* Whether a call is x[:, t], where rows of x were written to: it may be one of these. */
+static int is_row_of_written(PyObject *owner, PyObject *const *args, Py_ssize_t n)
+{
+    PyObject *target = owner && owner == getitem && n == 2 && PyTuple_CheckExact(args[1]) ? value_at(current, args[0]) : NULL;
+    return target && SLOT(target, at.rows);
+}
+
 static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
     Method *m = (Method *)self;
@@ -524,7 +531,7 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
         int done = set_item(current, args);
         if (done)
             return done < 0 ? NULL : Py_NewRef(Py_None);
-    } else if (current && (m->owner || n >= (kwnames ? 1 : 2))) {
+    } else if (current && (m->owner || n >= (kwnames ? 1 : 2)) && !is_row_of_written(m->owner, args, n)) {
         int parts = m->owner ? 0 : is_by_parts(current, args[0], args + 1, n - 1, kwnames);
         if (parts)
             return parts < 0 ? NULL : PyObject_Vectorcall(module_call, args, nargsf, kwnames);

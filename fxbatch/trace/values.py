@@ -382,6 +382,15 @@ class Value(torch.Tensor):
             if len(index) == 2 and type(index[1]) is int:
                 return row[index[1]]
             return row[index[1:]] if len(index) > 1 else row
+        if (
+            type(index) is tuple
+            and hasattr(self, "_rows")
+            and (at := place_within(self.shape, index)) is not None
+        ):
+            row = self[at[0]]
+            for _ in range(at[1]):
+                row = row.unsqueeze(0)
+            return row
         if is_position(index) and self.dim():
             recorder = self._recorder
             if recorder.watches_operands and recorder.can_read():  # a kept trace reads it when it runs
@@ -697,6 +706,27 @@ def place_in(shape: Sequence[int], index: object) -> tuple[int, ...] | None:
     pairs = zip(index, shape, strict=False)
     place = tuple(i % size for i, size in pairs if type(i) is int and -size <= i < size)
     return place if len(place) == len(index) else None
+
+
+def place_within(shape: Sequence[int], index: object) -> tuple[tuple[int, ...], int] | None:
+    """`place_in` of `x[:, t]`, `x[t, :]` and `x[:, t, ...]` as well, where the first dimensions have one element; and
+    how many of these the row has. None for other indices."""
+    if type(index) is not tuple:
+        place = place_in(shape, index)
+        return None if place is None else (place, 0)
+    end = len(index)
+    while end and (index[end - 1] is Ellipsis or is_whole(index[end - 1])):
+        end -= 1
+    ones = 0
+    while ones < end and is_whole(index[ones]) and shape[ones] == 1:
+        ones += 1
+    place = place_in(shape[ones:], index[ones:end]) if len(index) <= len(shape) else None
+    return None if place is None else ((0,) * ones + place, ones)
+
+
+def is_whole(index: object) -> bool:
+    """Whether an index is a plain colon."""
+    return type(index) is slice and index.start is None and index.stop is None and index.step is None
 
 
 def row_number(shape: Sequence[int], place: Sequence[int]) -> int:

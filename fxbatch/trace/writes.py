@@ -40,6 +40,7 @@ from fxbatch.trace.values import (
     is_stale,
     new_value,
     place_in,
+    place_within,
     recorded_with,
     refresh,
     row_number,
@@ -370,28 +371,33 @@ def _write_row(v: Value, place: tuple[int, ...], row: Value) -> None:
 
 
 def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
-    """`x[i] = v` or `x[i, j] = v` for a number or a row v of x's type; False where it is another write."""
+    """`x[i] = v`, `x[i, j] = v`, `x[:, t] = v` for a number or a row v of x's type; False where it is another write."""
     if len(args) != 3 or type(args[1]) not in (int, tuple) or not isinstance(args[0], torch.Tensor):
         return False
     target, index, row = args
     if type(target) is not Value and (type(row) is not Value or _is_shared(recorder, target)):
         return False
     v = target if type(target) is Value else recorder.constant(target)
-    place = None if v is None else place_in(v.shape, index)
-    if v is None or place is None:
+    within = None if v is None else place_within(v.shape, index)
+    if v is None or within is None:
         return False
-    t = recorder.type_of(v)
+    t, (place, ones) = recorder.type_of(v), within
     floating = t.dtype.is_floating_point
     if (type(row) is int and (floating or t.dtype is torch.int64)) or (type(row) is float and floating):
         row = recorder.number(float(row) if floating else row, t.dtype, t.device)
         row = row.expand(t.shape[len(place) :]) if len(place) < len(t.shape) else row
     if type(row) is not Value:
         return False
-    of_row = recorder.type_of(refresh(row))
-    if (t.shape[len(place) :], t.dtype, t.device) != (of_row.shape, of_row.dtype, of_row.device):
+    of_row, shape = recorder.type_of(refresh(row)), t.shape[len(place) :]
+    if of_row.shape not in (shape, (1,) * ones + shape) or (t.dtype, t.device) != (
+        of_row.dtype,
+        of_row.device,
+    ):
         return False
     if not _counts_for_gradients(recorder):
         return False
+    while row.dim() > len(shape):
+        row = row.squeeze(0)
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
     shown = _place_shown(v)

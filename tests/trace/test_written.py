@@ -772,3 +772,90 @@ def test_a_parameter_that_is_written_to_a_real_tensor(write: Callable[..., objec
     model = Written()
     for _ in range(2):
         check_equal(model, list(range(5)))
+
+
+def _by_colons(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.zeros(1, len(x), 4, dtype=x.dtype)
+    a[:, 0, :] = m.lin(x[:1])
+    for t in range(1, len(x)):
+        a[:, t, :] = torch.tanh(m.lin(a[:, t - 1, :].clone())) + x[t]
+    return a.sum(), a[:, len(x) - 1], a[0, -1]
+
+
+def _and_added_to(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.zeros(1, len(x), 4, dtype=x.dtype)
+    a[:, 0] = m.lin(x[0])
+    for t in range(1, len(x)):
+        a[:, t] = torch.tanh(m.lin(a[:, t - 1].clone()))
+        a[:, t] += x[t]
+    return a.sum(), a[..., 1], a[:, -1, :].sum()
+
+
+def _rows_first(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.zeros(len(x), 1, 4, dtype=x.dtype)
+    a[0, :] = m.lin(x[:1])
+    for t in range(1, len(x)):
+        a[t, :, :] = torch.tanh(m.lin(a[t - 1, ...].clone())) * x[t]
+        a[t, 0] *= 2
+    return a.sum(), a[-1, :], a[:, 0].sum()
+
+
+def _of_numbers(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.zeros(1, 1, len(x), dtype=x.dtype)
+    a[:, :, 0] = m.lin(x[0]).sum()
+    for t in range(1, len(x)):
+        a[:, :, t] = a[:, :, t - 1] * 2 + m.lin(x[t]).sum()
+    return a.sum(), a[:, :, -1], a[0, 0]
+
+
+def _with_views(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.ones(1, len(x), 4, dtype=x.dtype)
+    a[:, 0] = m.lin(x[:1])
+    v = a[:, 1]
+    a[:, 1, :] = a[:, 0, :] + 1
+    v, w = v * 2, a[:, 1, :]
+    a[:, 1, :] = m.lin(w.clone())
+    w = w + v
+    a[:, len(x) - 1, 1:3] = w[:, 1:3]
+    return a.sum(), w.sum(), v.sum()
+
+
+@pytest.mark.parametrize("write", [_by_colons, _and_added_to, _rows_first, _of_numbers, _with_views])
+@pytest.mark.parametrize("rows", [(3, 3, 3), (2, 4, 3)])
+@pytest.mark.parametrize("grad", [True, False])
+def test_rows_behind_dimensions_of_one(
+    write: Callable[[Any, torch.Tensor], tuple[torch.Tensor, ...]], rows: Sequence[int], grad: bool
+) -> None:
+    """`outputs[:, t, :] = h`, as code for batches writes it that runs with one instance."""
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        @fxbatch.autobatch(adaptive=False, out="list")
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return write(self, x)
+
+    model = Writes()
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            check_equal(model, [torch.randn(n, 4) for n in rows])
+
+
+def test_rows_behind_dimensions_of_one_are_one_call_for_all_lengths() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, h = torch.zeros(1, len(x), 4), torch.zeros(1, 4)
+            for t in range(len(x)):
+                h = self.cell(x[t : t + 1], h)
+                a[:, t, :] = h if t == 0 else h + a[:, t - 1, :]
+            return a[:, len(x) - 1, :].sum()
+
+    Writes.forward = fxbatch.autobatch(Writes.forward, adaptive=False)  # type: ignore[method-assign]
+    text = str(fxbatch.explain(Writes(), [torch.randn(n, 4) for n in (3, 5, 7)]))
+    assert "index_copy" not in text and "setitem" not in text
