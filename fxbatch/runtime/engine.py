@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -55,7 +55,6 @@ class Engine(Planner):
         if options.packs and options.backward == "compiled":
             self.packed_calls = PackedCalls(verify=options.verify, may_try=self.queue.may_try)
         self.table = self._new_table()
-        self.assumes = True  # whether tests that only raise are taken to pass: none has failed
         self.changes = ""  # what instances were seen to change of modules
         self.calls = 0  # of the decorated callable, where some are checked
         self.warned: set[str] = set()  # what checks have warned of
@@ -102,33 +101,31 @@ class Engine(Planner):
         be looked at. first: the number of the first instance in the minibatch. trial: how many instances are begun;
         where these are not all, the results are a list."""
 
-        def attempt() -> object:
+        def attempt(assumes: bool) -> object:
             execution = self.execution() if run is None else run
-            recording = self.record(
-                fn, instances, execution, first=first, trial=trial, assumes=self.assumes and run is None
-            )
+            recording = self.record(fn, instances, execution, first=first, trial=trial, assumes=assumes)
             return self.finish(
                 execution, recording, out if len(recording.results) == len(instances) else "list"
             )
 
-        return self._assuming(attempt)
+        return self._assuming(attempt, trial) if run is None else attempt(False)
 
     def call_with_reasons(
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str, trial: Trial | None
     ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
 
-        def attempt() -> tuple[object, Run, Recording, Timing, Timing]:
+        def attempt(assumes: bool) -> tuple[object, Run, Recording, Timing, Timing]:
             run, recording, finishing = self.execution(), Timing(1), Timing(1)
             run.phases_timed = Timing(1)
             recorded = recording.forward_of(
-                lambda: self.record(fn, instances, run, trial=trial, assumes=self.assumes)
+                lambda: self.record(fn, instances, run, trial=trial, assumes=assumes)
             )
             structure = out if len(recorded.results) == len(instances) else "list"
             result = finishing.forward_of(lambda: self.finish(run, recorded, structure))
             return result, run, recorded, recording, finishing
 
-        result, run, recorded, recording, finishing = self._assuming(attempt)
+        result, run, recorded, recording, finishing = self._assuming(attempt, trial)
         assert run.phases_timed is not None
         phases = [phase for part in (*run.segments, run) for phase in part.phases]
         executed = run.phases_timed.forward
@@ -141,15 +138,19 @@ class Engine(Planner):
 
         return result, why
 
-    def _assuming(self, attempt: Callable[[], T]) -> T:
-        """What an attempt gives; once more, and from then on without taking tests to pass, where one may not."""
+    def _assuming(self, attempt: Callable[[bool], T], trial: Trial | None) -> T:
+        """What an attempt gives that takes tests to pass. Where one may not, what the minibatch raises that is recorded
+        anew with waits: it gives no results, as instances may have changed what they were given."""
         try:
-            return attempt()
-        except AssumptionError as error:
-            if not error.again:
-                raise
-            self.assumes = False
-        return attempt()
+            return attempt(not self.options.return_exceptions)
+        except AssumptionError as failed:
+            assumption = failed
+        if assumption.again:
+            if trial is not None:
+                trial.begun = None
+            with suppress(TraceError) if assumption.fails else nullcontext():
+                attempt(False)
+        raise assumption.error
 
     def build_waiting(self) -> int:
         """Build some of what runs call by call. How much was built."""
@@ -200,8 +201,9 @@ class Engine(Planner):
     def finish(self, run: Run, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         recorder = recording.recorder
+        tests = recorder.assumed
         try:
-            leaves, tests = Results(recording.results, recording.held), recorder.assumed
+            leaves = Results(recording.results, recording.held)
             values = leaves.values if tests is None else tests.with_values(leaves.values)
             program = recorder.final_program(values)
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
@@ -209,8 +211,12 @@ class Engine(Planner):
             recorder.verify(lambda ids: run.numbers(renumber(np.array(ids)).tolist()))
             result = self.assemble(run, leaves, renumber, out)
         except Exception as error:
-            recorder.refuse(error, may_loop=self.may_loop)
-            raise
+            untested = tests is not None and tests.tests and not isinstance(error, TraceError)
+            failed = AssumptionError(error, fails=False) if untested else error
+            recorder.refuse(failed, may_loop=self.may_loop)
+            if failed is error:
+                raise
+            raise failed from error
         recorder.changes.forget()
         return result
 

@@ -36,7 +36,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.signature import SMALL, Numbers
 from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
-from fxbatch.trace.assumed import Assumed
+from fxbatch.trace.assumed import Assumed, AssumptionError
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
@@ -288,14 +288,37 @@ class Turns:
             self.unseen = self._unseen_change()
             if self.unseen and not self.stays and not self.alone:
                 raise self.changes.refusal(self.unseen)
-        except BaseException:
+        except BaseException as error:
             self.modes.restore()
             self._close()
+            failed = self._before(error)
             self.abandon()
-            raise
+            if failed is error:
+                raise
+            raise failed from error
         finally:
             self.recorder.heard.close()
             self.recorder.ask = None
+
+    def _before(self, error: BaseException) -> BaseException:
+        """This error, or one that says that a test fails which was taken to pass before it."""
+        tests = self.recorder.assumed
+        if (
+            isinstance(error, TraceError)
+            or not isinstance(error, Exception)
+            or tests is None
+            or not tests.tests
+        ):
+            return error
+        try:
+            with tracing(None), unheard(self.recorder):
+                self.execution.run(self.recorder.pending_program([]))
+                self.recorder.verify(self.execution.numbers)
+        except AssumptionError as failed:
+            return failed
+        except Exception:  # noqa: BLE001 - of the calls before a test, maybe of what it would have refused
+            return AssumptionError(error, fails=False)
+        return error
 
     def abandon(self) -> None:
         """The recording has failed: what it has written to is as it was."""

@@ -27,7 +27,7 @@ from fxbatch.mistakes import refusal_of
 from fxbatch.signature import Frozen, Numbers
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
-from fxbatch.trace.assumed import Assumed, AssumptionError
+from fxbatch.trace.assumed import Assumed
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
@@ -292,8 +292,6 @@ class RecordedCalls(Columns):
         TraceError says whether they are. may_loop: whether a mistake inside fxbatch becomes one."""
         hides = may_loop and not self.table.verify
         refusal = error if isinstance(error, TraceError) else refusal_of(error) if hides else None
-        if self.assumed is not None and self.assumed.values and not isinstance(error, TraceError):
-            refusal = AssumptionError()  # a test that fails comes before other errors
         if refusal is None:
             return
         were_set = self.changes.attributes  # by instances, and are put back
@@ -441,11 +439,11 @@ class RecordedCalls(Columns):
         """What a value is taken to be that this code tests, and looked at later; None where it is to be read."""
         if self.assumed is None or self.over or self.has_run(v):
             return None
-        return self.assumed.answer(refresh(v), caller)
+        return self.assumed.answer(refresh(v), self.running, caller)
 
     def verify(self, numbers: Callable[[Sequence[int]], Sequence[Numbers]]) -> None:
         """Look at the tests that were taken to pass, all of which have run. numbers: gives those of values."""
-        if self.assumed is not None and self.assumed.values:
+        if self.assumed is not None and self.assumed.tests:
             self.assumed.verify(numbers)
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:

@@ -28,3 +28,43 @@ class Asserts(nn.Module):
         except StopIteration:
             h = h * 2.0
         return h.sum()
+
+
+class WritesAfter(Asserts):
+    """What was tested is written to afterwards: the test is of what it was."""
+
+    def forward(self, x: torch.Tensor, actions: list[int], width: float) -> torch.Tensor:
+        h = self.cell(x[:1] * width)
+        n = (h < 1.0).sum()
+        assert n == 4
+        fine = (h == h).all()
+        assert fine
+        fine.fill_(False)
+        n -= 1
+        return h.sum() * n * (1.0 - fine.float())
+
+
+class Takes(Asserts):
+    """Takes its arguments apart before a test fails: a second recording finds nothing."""
+
+    def forward(self, x: torch.Tensor, actions: list[int], width: float) -> torch.Tensor:
+        h = self.cell(x[:1] * width)
+        while actions:
+            actions.pop()
+            h = self.cell(x[:1] * width, h)
+            assert not torch.isnan(h).any()
+        return h.sum()
+
+
+class Falls(Asserts):
+    """Goes on where a test fails."""
+
+    def forward(self, x: torch.Tensor, actions: list[int], width: float) -> torch.Tensor:
+        h = self.cell(x[:1] * width)
+        actions.pop()
+        try:
+            with torch.no_grad():
+                assert not torch.isnan(h).any()
+        except AssertionError:
+            h = x[:1]
+        return h.sum() * len(actions)

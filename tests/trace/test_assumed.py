@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 import fxbatch
-from fxbatch.runtime.strategy import AdaptiveSwitch
+from fxbatch.runtime.strategy import AdaptiveSwitch, Trial
 from fxbatch.trace.minibatch import Turns
-from tests.trace.asserting import Asserts
+from tests.trace.asserting import Asserts, Falls, Takes, WritesAfter
 
 
 class Policy(nn.Module):
@@ -150,3 +150,55 @@ def test_what_users_raise_is_waited_for() -> None:
     found, count = waits(model, given)
     torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
     assert count >= 3
+
+
+def test_a_test_is_of_what_its_value_was() -> None:
+    model, given = WritesAfter(), minibatch([1.0, 0.5, 2.0])
+    found, count = waits(model, given)
+    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
+    assert count == 0
+    with pytest.raises(AssertionError):
+        waits(model, minibatch([1.0, float("nan"), 2.0]))
+
+
+def test_a_test_that_fails_gives_no_results_of_another_recording() -> None:
+    model, nan = Takes(), minibatch([1.0, float("nan"), 2.0])
+    with pytest.raises(AssertionError, match="did not wait") as caught:
+        waits(model, nan)
+    assert "asserting.py:" in str(caught.value) and "instance 1" in caught.value.__notes__[0]
+    with pytest.raises(AssertionError):
+        waits(model, (nan[0], [[0], [0], [0]], nan[2]))
+
+
+def test_a_test_within_a_try_is_waited_for() -> None:
+    model = Falls()
+    given = minibatch([1.0, float("nan"), 2.0])
+    expected = [model(x, [*a], w) for x, a, w in zip(*given, strict=True)]
+    found, count = waits(model, given)
+    torch.testing.assert_close(found, torch.stack(expected))
+    assert count == 1
+
+
+def test_results_that_may_be_errors_are_waited_for() -> None:
+    given = minibatch([1.0, float("nan"), 2.0])
+    call = fxbatch.autobatch(Asserts.forward, adaptive=False, out="list", return_exceptions=True)
+    first, second, third = call(Asserts(), *given)
+    assert (
+        isinstance(second, AssertionError)
+        and isinstance(first, torch.Tensor)
+        and isinstance(third, torch.Tensor)
+    )
+
+
+def test_a_trial_that_is_recorded_anew_has_each_instance_once() -> None:
+    """The first attempt ends at an instance, and a test of it fails: the next begins them all."""
+    trial = Trial(1.0, 1.0)
+    call = fxbatch.autobatch(Asserts.forward, adaptive=False, out="list")
+    model, given = Asserts(), minibatch([1.0, float("nan"), 2.0])
+    call(model, *minibatch([1.0, 0.5, 2.0]))
+    (engine,) = model.__dict__["_fxbatch_engines"].values()
+    trial.begun = 2
+    instances = [((model, *x), {}) for x in zip(*given, strict=True)]
+    with pytest.raises(AssertionError):
+        engine.call(Asserts.forward, instances, "list", trial=trial)
+    assert trial.begun is None
