@@ -465,7 +465,11 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
     word = target._schema.name.removeprefix("aten::")
     outs = [getattr(target.overloadpacket, x)._schema.arguments for x in target.overloadpacket.overloads()]
     plain = [(a.name, str(a.type)) for a in target._schema.arguments]
-    if word in _REDUCTIONS and "dim" not in dict(plain):  # torch's functions take no `out=` there
+    begins = node.args[0] if node.args else None
+    with_number = isinstance(begins, (int, float)) and word != "pow"
+    if with_number or (
+        word in _REDUCTIONS and "dim" not in dict(plain)
+    ):  # torch's functions take no `out=` there
         return None
     same = any(
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs

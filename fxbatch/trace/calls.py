@@ -124,8 +124,14 @@ def call_function(
     if type(func) is CustomFunction:
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
-    if func in (GETITEM, SETITEM) and (index := _in_python(args[1])) is not args[1]:
-        args = (args[0], index, *args[2:])
+    if func is not on_views and type(func) not in (CustomFunction, Functional):
+        args = cast(tuple[object, ...], _in_python(args))
+    if (
+        func in (GETITEM, SETITEM)
+        and type(args[1]) is list
+        and any(isinstance(x, torch.Tensor) for x in args[1])
+    ):
+        args = (args[0], tuple(args[1]), *args[2:])  # which it is to torch
     asked = func
     if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
@@ -482,18 +488,18 @@ def _indices(recorder: RecordedCalls, index: object) -> object:
     return index
 
 
-def _in_python(index: object) -> object:
-    """An index with Python's integers in place of numpy's, of which each would be another call; the same where it has
-    none."""
-    if isinstance(index, np.integer):
-        return int(index)
-    if type(index) is slice:
-        parts = (index.start, index.stop, index.step)
-        return slice(*map(_in_python, parts)) if any(isinstance(x, np.integer) for x in parts) else index
-    if type(index) is not tuple:
-        return index
-    new = tuple(map(_in_python, index))
-    return index if all(map(operator.is_, new, index)) else new
+def _in_python(x: object) -> object:
+    """Arguments with Python's integers in place of numpy's, of which each would be another call; the same where there
+    are none."""
+    if isinstance(x, np.integer):
+        return int(x)
+    if type(x) is slice:
+        parts = (x.start, x.stop, x.step)
+        return slice(*map(_in_python, parts)) if any(isinstance(y, np.integer) for y in parts) else x
+    if type(x) is not tuple:
+        return x
+    new = tuple(map(_in_python, x))
+    return x if all(map(operator.is_, new, x)) else new
 
 
 def _plain_index(index: object) -> object:

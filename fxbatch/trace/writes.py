@@ -321,7 +321,7 @@ def _turned_back(
     if kwargs or t.dtype is not of_new.dtype or math.prod(t.shape) != math.prod(of_new.shape):
         return None
     if label in _SAME_ORDER:
-        return recorder.call(torch.Tensor.reshape, (new, *t.shape), {})
+        return recorder.call(torch.Tensor.reshape, (new, tuple(t.shape)), {})
     return recorder.call(torch.Tensor.transpose, (new, *rest), {}) if label == "transpose" else None
 
 

@@ -22,6 +22,7 @@ from fxbatch.trace.calls import operation
 from fxbatch.trace.modules import MOST_CALLS
 from fxbatch.trace.operations import MARKED, PLAIN_MODULE, TORCH_MODULE, run_on_fakes
 from fxbatch.trace.table import SignatureTable
+from tests.oracle import check_equal as check_model
 from tests.trace.oracle import check_equal, recorded
 
 X = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(4)]
@@ -586,3 +587,33 @@ def test_a_module_that_is_reached_by_two_names_is_in_one_operation(how: str) -> 
         torch.testing.assert_close(ours, theirs)
     names = [row.operation for row in fxbatch.explain(model, words).operations]
     assert not any("part." in name for name in names), names
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda h, x: h[[h.argmax() % 2]],
+        lambda h, x: h[[h.argmax() % 2, h.argmin() % 2]],
+        lambda h, x: h[[x[0, 0].long() * 0 + 1]],
+        lambda h, x: 7 % (h.abs() + 10),
+        lambda h, x: torch.remainder(2.5, h.abs() + 10),
+        lambda h, x: h.sum(np.int64(0)),
+        lambda h, x: h[np.int64(1)] + h[np.int32(-1), : np.int64(4)],
+        lambda h, x: (h * 0 + h.sum().view(-1)[0].fill_(2), h)[1],
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_arguments_in_other_forms(code: Any, grad: bool) -> None:
+    """Lists of tensors as indices, which torch takes for tuples; numpy's integers; numbers first."""
+
+    class Asked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 4)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return code(self.lin(x), x)
+
+    with torch.set_grad_enabled(grad):
+        check_model(Asked(), [torch.randn(2, 3) for _ in range(4)])
