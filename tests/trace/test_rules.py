@@ -595,14 +595,15 @@ def test_a_module_that_is_reached_by_two_names_is_in_one_operation(how: str) -> 
         lambda h, x: h[[h.argmax() % 2]],
         lambda h, x: h[[h.argmax() % 2, h.argmin() % 2]],
         lambda h, x: h[[x[0, 0].long() * 0 + 1]],
-        lambda h, x: 7 % (h.abs() + 10),
-        lambda h, x: torch.remainder(2.5, h.abs() + 10),
+        lambda h, x: 7 % (h.detach().abs() + 10) + h,
+        lambda h, x: torch.remainder(2.5, h.detach().abs() + 10) + h,
         lambda h, x: h.sum(np.int64(0)),
         lambda h, x: h[np.int64(1)] + h[np.int32(-1), : np.int64(4)],
         lambda h, x: (h * 0 + h.sum().view(-1)[0].fill_(2), h)[1],
     ],
 )
 @pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
 def test_arguments_in_other_forms(code: Any, grad: bool) -> None:
     """Lists of tensors as indices, which torch takes for tuples; numpy's integers; numbers first."""
 
