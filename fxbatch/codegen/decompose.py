@@ -69,8 +69,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    taken: Tensor = aten.index.Tensor(x.reshape(-1), [index])
-    return taken
+    return aten.index.Tensor(x.reshape(-1), [index])
 
 
 def index_put(
@@ -168,8 +167,7 @@ _FORMATS = (torch.channels_last, torch.channels_last_3d)
 def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: object) -> Tensor:
     if memory_format not in _FORMATS:
         return NotImplemented
-    copied: Tensor = aten._to_copy.default(x, **kwargs)
-    return copied
+    return aten._to_copy.default(x, **kwargs)
 
 
 def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:

@@ -410,8 +410,7 @@ def of_numbers(node: fx.Node) -> torch.Tensor | None:
     if is_random(node) or any(x is None for x in read.values()):
         return None
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), read.__getitem__)
-    tensor: torch.Tensor = node.target(*args, **kwargs)
-    return tensor
+    return node.target(*args, **kwargs)
 
 
 def counting_rows(

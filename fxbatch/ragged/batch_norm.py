@@ -56,10 +56,9 @@ def batch_norm_as_nodes() -> Iterator[None]:
         ) -> torch.Tensor:
             if not training or not isinstance(input, FakeTensor):
                 return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-            normalised: torch.Tensor = torch.ops.fxbatch_rows.batch_norm(
+            return torch.ops.fxbatch_rows.batch_norm(
                 input, running_mean, running_var, weight, bias, momentum, eps
             )
-            return normalised
 
         F.batch_norm = call
         try:

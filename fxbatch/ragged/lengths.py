@@ -56,8 +56,7 @@ class Lengths:
 
     @functools.cached_property
     def list(self) -> list[int]:
-        numbers: list[int] = self.sizes.tolist()
-        return numbers
+        return self.sizes.tolist()
 
     @functools.cached_property
     def column(self) -> torch.Tensor:
@@ -131,8 +130,7 @@ class Lengths:
         """[total, ...] => [n, longest, ...]; padding repeats rows of the instance, so that whatever is computed of it
         is finite where the instance's own values are. Gradients of padding are dropped."""
         if not self.uniform and torch.is_grad_enabled() and rows.requires_grad:
-            spread: torch.Tensor = _Spread.apply(rows, self)
-            return spread
+            return _Spread.apply(rows, self)
         return self._repeated(rows)
 
     def _repeated(self, rows: torch.Tensor) -> torch.Tensor:
@@ -210,19 +208,16 @@ class Lengths:
 
     def extreme(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "amax" or "amin", where equal rows share the gradient; fill: what never is one."""
-        extremes: torch.Tensor = _Extreme.apply(rows, self, fill, how)
-        return extremes
+        return _Extreme.apply(rows, self, fill, how)
 
     def extreme_of_all(self, rows: torch.Tensor, fill: object, how: str) -> torch.Tensor:
         """[total, ...] => [n]: "max" or "min" of all elements, where equal ones share the gradient."""
-        extreme: torch.Tensor = _ExtremeOfAll.apply(rows, self, fill, how)
-        return extreme
+        return _ExtremeOfAll.apply(rows, self, fill, how)
 
     def variance(self, rows: torch.Tensor, correction: float, how: str) -> torch.Tensor:
         """[total, ...] => [n, ...]: "var" or "std" of the rows; sums are divided by the sizes less a correction."""
         count = (self.column.to(rows.dtype) - correction).clamp(min=0).view(-1, *[1] * (rows.dim() - 1))
-        variance: torch.Tensor = _Variance.apply(rows, self, count, how)
-        return variance
+        return _Variance.apply(rows, self, count, how)
 
     def each(self, per_instance: torch.Tensor) -> torch.Tensor:
         """[n, ...] => [total, ...]: every row gets its instance's."""

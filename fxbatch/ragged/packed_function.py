@@ -67,8 +67,7 @@ class PackedMinibatch:
         """int64 [n]: how many rows of each instance a mask picks."""
         before = np.zeros(size.total + 1, dtype=np.int64)
         np.cumsum(flags.detach().cpu().numpy(), out=before[1:])
-        counts: np.ndarray = before[size.starts + size.sizes] - before[size.starts]
-        return counts
+        return before[size.starts + size.sizes] - before[size.starts]
 
     def sized(self, column: object) -> Lengths:
         """A size that depends on values."""

@@ -31,8 +31,7 @@ def without_gradients(padded: torch.Tensor, along: Along) -> torch.Tensor:
     """The padded tensor itself; its padding has no gradient."""
     if not _have_gradients(along, padded):
         return padded
-    dropped: torch.Tensor = _WithoutGradients.apply(padded, along)
-    return dropped
+    return _WithoutGradients.apply(padded, along)
 
 
 def expanded(value: torch.Tensor, along: Along, rank: int) -> torch.Tensor:
@@ -53,8 +52,7 @@ def multiplied(
     from the end."""
     if not _have_gradients((*left_along, *right_along), left, right):
         return torch.matmul(left, right)
-    product: torch.Tensor = _Product.apply(left, right, left_along, right_along)
-    return product
+    return _Product.apply(left, right, left_along, right_along)
 
 
 def cleared(padded: torch.Tensor, along: Along) -> torch.Tensor:

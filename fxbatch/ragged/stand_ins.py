@@ -72,8 +72,7 @@ def _of_symbol(usual: Callable[..., float], of_size: Callable[..., object]) -> C
 
 
 def _log2(x: torch.SymInt | torch.SymFloat) -> float:
-    logarithm: float = torch.sym_float(x).__sym_log2__()
-    return logarithm
+    return torch.sym_float(x).__sym_log2__()
 
 
 _FUNCTIONS: dict[object, Callable[..., object]] = {

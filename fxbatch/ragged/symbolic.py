@@ -691,8 +691,7 @@ def _same_nodes(sized: fx.Graph, fixed: fx.Graph, values: Values) -> bool:
 
 
 def _constant(node: fx.Node) -> torch.Tensor:
-    constant: torch.Tensor = getattr(node.graph.owning_module, str(node.target))
-    return constant
+    return getattr(node.graph.owning_module, str(node.target))
 
 
 def _same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -140,8 +140,7 @@ class BlockMemory:
 
     def read(self, kind: int, rows: np.ndarray) -> torch.Tensor:
         """A differentiable tensor [len(rows), *shape] of values of one type."""
-        block: torch.Tensor = self.blocks[kind].read(rows)
-        return block
+        return self.blocks[kind].read(rows)
 
     def plan(self, program: Program, schedule: Schedule | None, *, last: bool) -> BlockPhase:
         """One more phase: its steps, or the module that it is. last: whether no phase comes after it."""
@@ -276,8 +275,7 @@ class Unrolled:
         return [*stacked, *early, *(operand.resolve() for operand in self.shared)]
 
     def __call__(self, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = self.graph_module(*arguments)
-        return results
+        return self.graph_module(*arguments)
 
 
 def emit_unrolled(planner: Planner, program: Program, schedule: Schedule) -> Unrolled:
