@@ -113,13 +113,12 @@ def make_program(
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Part of a concatenation: a node, or a number."""
+    """Part of a concatenation."""
 
     node: fx.Node
     dim: int
     start: int
     size: int
-    fill: float | None
 
 
 @dataclass
@@ -207,9 +206,9 @@ class Lowering:
                 continue
             self.copied[node] = []
             for x, start, end in pieces[1]:
-                piece = Part(x, pieces[0], start, end - start, constant_value(x))
+                piece = Part(x, pieces[0], start, end - start)
                 alone = len(x.users) == 1 and node.args[0].count(x) == 1 and x not in self.place
-                if alone and piece.fill is None and dtype_of(x) == dtype_of(node) and self._writes(x):
+                if alone and dtype_of(x) == dtype_of(node) and self._writes(x):
                     self.pieces[x] = node, piece
                 else:
                     self.copied[node].append(piece)
@@ -289,8 +288,8 @@ class Lowering:
             return
         if node in self.copied:
             for piece in self.copied[node]:
-                source = self.span(piece.node if piece.fill is None else piece.fill)
-                self.copy(narrow(self.target(node), piece.dim, piece.start, piece.size), source)
+                place = narrow(self.target(node), piece.dim, piece.start, piece.size)
+                self.copy(place, self.span(piece.node))
         elif is_view(node):
             self._view(node)
         else:
