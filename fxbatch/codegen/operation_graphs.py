@@ -78,9 +78,8 @@ class OperationGraphs(Flows):
     parameters: fx.GraphModule | None
     random: bool = False
     checked: bool = True  # compared with per-row eager on real numbers (never when random)
-    without_gradient: tuple[
-        int, ...
-    ] = ()  # inputs that eager gives None, where a group or a graph gives zeros
+    # Inputs that eager gives None, where a group or a graph gives zeros.
+    without_gradient: tuple[int, ...] = ()
 
     def group_type(self, group: int) -> TensorSpec:
         """The type of the rows of an input group's members."""
@@ -249,18 +248,15 @@ def bytes_per_row(node: fx.Node) -> int:
 def evaluate(node: fx.Node) -> tuple[Any, Any]:
     """The values of a call at both sample sizes."""
     on_meta = {"device": "meta"} if "device" in rows_node(node.graph).meta and "device" in node.kwargs else {}
+    target: Any = node.target
     results = []
     for i in (0, 1):
         pick = lambda x, i=i: x.meta["values"][i]  # noqa: E731
         args, kwargs = map_arg(node.args, pick), map_arg(node.kwargs, pick)
-        results.append(_run(node.target, args, {**kwargs, **on_meta}))
+        fakes = [x for x in flattened([*args, *kwargs.values()]) if isinstance(x, FakeTensor)]
+        with torch.no_grad(), fakes[0].fake_mode if fakes else contextlib.nullcontext():
+            results.append(target(*args, **{**kwargs, **on_meta}))
     return results[0], results[1]
-
-
-def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    fakes = [x for x in flattened([*args, *kwargs.values()]) if isinstance(x, FakeTensor)]
-    with torch.no_grad(), fakes[0].fake_mode if fakes else contextlib.nullcontext():
-        return target(*args, **kwargs)
 
 
 def flattened(value: object) -> Iterator[object]:
