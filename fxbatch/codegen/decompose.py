@@ -150,15 +150,6 @@ def trilinear(
     return torch.einsum(f"{','.join(terms)}->{letters_left}", a, b, c)
 
 
-def is_all_true(x: Tensor) -> Tensor:
-    """`torch.all` for vmap, whose own rule takes no scalars. torch.distributions checks its arguments so."""
-    return x.reshape(-1).all()
-
-
-def is_any_true(x: Tensor) -> Tensor:
-    return x.reshape(-1).any()
-
-
 # -- Calls that speak of memory (strides, memory formats), as calls that speak of elements.
 
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
@@ -282,8 +273,9 @@ def embedding_bag(
 
 
 DECOMPOSITIONS: Decompositions = {
-    aten._is_all_true.default: is_all_true,
-    aten._is_any_true.default: is_any_true,
+    # vmap's own rules take no scalars. torch.distributions checks its arguments so.
+    aten._is_all_true.default: lambda x: x.reshape(-1).all(),
+    aten._is_any_true.default: lambda x: x.reshape(-1).any(),
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_select.default: index_select,
