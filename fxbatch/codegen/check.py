@@ -30,12 +30,8 @@ from fxbatch.torch_private import QuietDispatchMode
 aten = torch.ops.aten
 T = TypeVar("T")
 _LARGE = 1 << 16  # elements of a table from which on its gradient is compared on the rows that were looked up
-_OUT_OF_DOMAIN = (
-    RuntimeError,
-    ValueError,
-    IndexError,
-    ArithmeticError,
-)  # what operations raise for such numbers
+# What operations raise for such numbers.
+_OUT_OF_DOMAIN = (RuntimeError, ValueError, IndexError, ArithmeticError)
 Rows = list[torch.Tensor]
 Numbers = Callable[[TensorSpec, int, torch.Generator], torch.Tensor]
 

@@ -21,15 +21,7 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.operation_graphs import (
-    Shape,
-    device_of,
-    flattened,
-    is_cast,
-    is_tensor,
-    is_view,
-    shape,
-)
+from fxbatch.codegen.operation_graphs import Shape, device_of, flattened, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
 from fxbatch.torch_private import direct_call
 

@@ -112,8 +112,7 @@ def _alone(node: fx.Node, *targets: object) -> bool:
 
 
 def _select_rows(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    table: Any = node.args[0]
-    indices: Any = node.args[1]
+    table, indices = node.args[:2]
     dims = shape(indices)
     if len(dims) == 1:
         return add_call(graph, aten.index_select.default, (table, 0, indices))
@@ -235,8 +234,6 @@ def _outer(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _dot(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    a: Any
-    b: Any
     a, b = node.args
     (n, r, k), (_, _, m) = shape(a), shape(b)
     if r != _ONE or m != _ONE or n != _ROWS:
@@ -246,8 +243,6 @@ def _dot(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _rows_on_the_right(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    a: Any
-    b: Any
     a, b = node.args
     if b.target is not aten.permute.default or list(b.args[1]) != _TURNED:
         return None
