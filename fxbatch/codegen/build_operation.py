@@ -130,9 +130,7 @@ def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, 
     parts = partition(joint)
     module = joint.module
 
-    def finish(graph: fx.Graph | None, name: str) -> fx.GraphModule | None:
-        if graph is None:
-            return None
+    def finish(graph: fx.Graph, name: str) -> fx.GraphModule:
         clean(graph)
         rewrite(graph)
         graph.lint()
@@ -142,14 +140,12 @@ def _cut(signature: Signature, joint: Joint, layout: Layout, sparse: tuple[int, 
         clean(parts.parameters)
         of = parts.flows.grad_shared
         make_sparse(parts.parameters, [of.index(i) for i in sparse if i in of])
-    forward = finish(parts.forward, "Forward")
-    assert forward is not None
     return OperationGraphs(
         signature=signature,
         layout=layout,
-        forward=forward,
-        backward=finish(parts.backward, "Backward"),
-        parameters=finish(parts.parameters, "Parameters"),
+        forward=finish(parts.forward, "Forward"),
+        backward=None if parts.backward is None else finish(parts.backward, "Backward"),
+        parameters=None if parts.parameters is None else finish(parts.parameters, "Parameters"),
         random=signature.operation.random or any(is_random(x) for x in joint.graph.nodes),
         **vars(parts.flows),
     )

@@ -220,19 +220,12 @@ def _assemble(
         return Ref("saved", position[node])
 
     forward = build(joint, [*joint.groups, *joint.shared], [*joint.outputs, *new_saved])
-    starts = list(joint.output_gradients)
-    used_saved: list[fx.Node] = []
-    used_starts: list[fx.Node] = []
-    backward = None
-    if inputs or extra:
-        used_saved, used_starts = _used([*inputs, *extra], saved, starts)
-        backward = build(joint, [*used_starts, *used_saved, *joint.shared], [*inputs, *extra])
-    parameters = None
-    refs: list[Ref] = []
-    if shared:
-        used, used_extra = _used(shared, saved, extra)
-        parameters = build(joint, [*used, *used_extra, *joint.shared], shared)
-        refs = [ref(x) for x in used] + [Ref("extra", extra.index(x)) for x in used_extra]
+    wanted = [*inputs, *extra]
+    used_saved, used_starts = _used(wanted, saved, list(joint.output_gradients))
+    backward = build(joint, [*used_starts, *used_saved, *joint.shared], wanted) if wanted else None
+    used, used_extra = _used(shared, saved, extra)
+    parameters = build(joint, [*used, *used_extra, *joint.shared], shared) if shared else None
+    refs = [ref(x) for x in used] + [Ref("extra", extra.index(x)) for x in used_extra]
     started = dict.fromkeys(used_starts)
     flows = Flows(
         saved_types=_row_types(new_saved),
