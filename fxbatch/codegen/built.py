@@ -184,8 +184,6 @@ def _text(x: Any, number: dict[fx.Node, int]) -> object:
         return {"dict": [[k, _text(y, number)] for k, y in x.items()]}
     if isinstance(x, fx.Node):
         return {"node": number[x]}
-    if isinstance(x, slice):
-        return {"slice": [_text(y, number) for y in (x.start, x.stop, x.step)]}
     if isinstance(x, torch.Tensor):
         return {"tensor": _form(x)}
     if type(x) is torch.Size:
@@ -252,8 +250,6 @@ class _Reader:
             return {k: self.read(z, nodes) for k, z in y}
         if kind == "node":
             return nodes[y]
-        if kind == "slice":
-            return slice(*(self.read(z, nodes) for z in y))
         return self.tensor(y) if kind == "tensor" else _READERS[kind](y)
 
     def tensor(self, form: list[Any]) -> torch.Tensor:

@@ -108,8 +108,6 @@ def _frozen(tree: object) -> Any:
         return tuple(_frozen(x) for x in tree)
     if isinstance(tree, dict):
         return tuple((k, _frozen(v)) for k, v in tree.items())
-    if isinstance(tree, slice):
-        return ("slice", _frozen(tree.start), _frozen(tree.stop), _frozen(tree.step))
     if isinstance(tree, float):
         return (float, tree.hex())
     return tree if isinstance(tree, fx.Node) else (type(tree), tree)
