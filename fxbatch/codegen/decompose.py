@@ -31,12 +31,8 @@ def _along(dim: int, index: Tensor, like: Tensor) -> Tensor:
     return index.reshape(sizes).expand(like.shape).to(torch.int64)
 
 
-def _at_least_1d(*tensors: Tensor) -> list[Tensor]:
-    return [x.reshape(1) if x.dim() == 0 else x for x in tensors]
-
-
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
-    wide, source = _at_least_1d(x, source)
+    wide, source = torch.atleast_1d(x, source)
     dim %= wide.dim()
     added = source if alpha == 1 else source * alpha
     if x.dtype is torch.bool:
@@ -46,7 +42,7 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: floa
 
 
 def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    wide, source = _at_least_1d(x, source)
+    wide, source = torch.atleast_1d(x, source)
     dim %= wide.dim()
     return wide.scatter(dim, _along(dim, index, source), source).reshape(x.shape)
 
@@ -57,7 +53,7 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    (wide,) = _at_least_1d(x)
+    wide = torch.atleast_1d(x)
     dim %= wide.dim()
     place = torch.where(index.reshape(-1) < 0, index.reshape(-1) + wide.shape[dim], index.reshape(-1))
     hits = torch.zeros(wide.shape[dim], dtype=torch.int64, device=x.device)
