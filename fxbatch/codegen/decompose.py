@@ -64,10 +64,6 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
     return torch.where(hit.reshape(sizes), fill.to(x.dtype), wide).reshape(x.shape)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    return aten.index.Tensor(x.reshape(-1), [index])
-
-
 def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> object:
@@ -87,10 +83,6 @@ def index_put(
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """As a new tensor, so that what is written later isn't seen in the source."""
     return source.to(x.dtype).to(x.device).expand(x.shape).clone()
-
-
-def masked_fill(x: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    return torch.where(mask, value.to(x.dtype), x)
 
 
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
@@ -277,12 +269,12 @@ DECOMPOSITIONS: Decompositions = {
     aten.index_select.default: index_select,
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
-    aten.take.default: take,
+    aten.take.default: lambda x, index: aten.index.Tensor(x.reshape(-1), [index]),
     aten.copy.default: copy,
     aten.fill.Scalar: torch.full_like,
     aten.fill.Tensor: copy,
     aten.zero.default: torch.zeros_like,
-    aten.masked_fill.Tensor: masked_fill,
+    aten.masked_fill.Tensor: lambda x, mask, value: torch.where(mask, value.to(x.dtype), x),
     aten.masked_scatter.default: masked_scatter,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
