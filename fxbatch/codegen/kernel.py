@@ -396,7 +396,7 @@ class _KernelEmitter:
             if isinstance(bounds[1], int) and bounds[1] >= 2**62:
                 bounds[1] = None
             if any(isinstance(x, Register) for x in bounds):
-                return "slice", functools.partial(_sliced, dim), (read, *bounds)
+                return "slice", *self._aten(node)[:2]
             return "getitem", operator.getitem, (read, (*[slice(None)] * dim, slice(*bounds)))
         word = str(node.target).split(".")[1]
         sizes: Sequence[object] = args[0] if args and isinstance(args[0], (list, tuple)) else args
@@ -413,16 +413,6 @@ class _KernelEmitter:
 
 def _viewed(dims: Shape, out: torch.Tensor | None, n: int) -> torch.Tensor | None:
     return None if out is None else out.view([a * n + b for a, b in dims])
-
-
-def _sliced(dim: int, x: torch.Tensor, *bounds: object) -> torch.Tensor:
-    return x[(*[slice(None)] * dim, slice(*bounds))]
-
-
-def _with_keywords(
-    call: Callable[..., object], names: Sequence[str], arguments: Sequence[object], *values: object
-) -> Any:
-    return call(*arguments, **dict(zip(names, values, strict=True)))
 
 
 def _cast_into(
