@@ -21,9 +21,9 @@ import torch
 from torch import fx
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.operation_graphs import Shape, device_of, flattened, is_cast, is_tensor, is_view, shape
+from fxbatch.codegen.operation_graphs import Shape, device_of, is_cast, is_tensor, is_view, shape
 from fxbatch.codegen.simplify import constant_value, is_random
-from fxbatch.torch_private import direct_call
+from fxbatch.torch_private import direct_call, tree_leaves
 
 aten = torch.ops.aten
 Form = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]
@@ -58,19 +58,19 @@ class Register:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """`output = call(*arguments)`: arguments are registers, lists of these, and what is known beforehand."""
+    """`output = call(*arguments, **keywords)`, of registers, lists of these, and what is known beforehand."""
 
     operation: str
     call: Callable[..., object]
     arguments: tuple[object, ...]
     output: Register
-    keywords: tuple[tuple[str, object], ...] = ()  # of what is known beforehand
+    keywords: tuple[tuple[str, object], ...] = ()
     out: Register | None = None  # the tensor that the call writes its result to
 
     def reads(self) -> list[Register]:
         """All registers that it reads."""
-        operands = (*self.arguments, self.out)
-        return [x for x in flattened(operands) if isinstance(x, Register)]
+        operands = self.arguments, self.keywords, self.out
+        return [x for x in tree_leaves(operands) if isinstance(x, Register)]
 
     def __str__(self) -> str:
         named = [f"{k}={_text(x)}" for k, x in self.keywords] + ([f"out={self.out}"] if self.out else [])
@@ -115,7 +115,7 @@ class InstructionList:
 
 def _code(value: object, scope: dict[str, object]) -> str:
     """A register, a number, a list of these as code; all else by a name in `scope`."""
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Register) for x in flattened(value)):
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Register) for x in tree_leaves(value)):
         inner = ", ".join(_code(x, scope) for x in value)
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
     if isinstance(value, Register) or value is None or type(value) in (bool, int):
@@ -373,9 +373,6 @@ class _KernelEmitter:
                 r"\W+", "_", ("aten_" if is_tensor(node) else "") + getattr(target, "__name__", str(target))
             )
         output = self.registers[node] = Register(node.name)
-        if any(isinstance(x, Register) for x in flattened(list(keywords.values()))):
-            call = functools.partial(_with_keywords, call, tuple(keywords))
-            arguments, keywords = (tuple(arguments), *keywords.values()), {}
         to.append(Instruction(operation, call, tuple(arguments), output, tuple(keywords.items()), out))
 
     def _aten(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, object]]:

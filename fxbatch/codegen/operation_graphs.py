@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxbatch.ir import Layout, Signature, TensorSpec, tensor_spec
-from fxbatch.torch_private import FakeTensor
+from fxbatch.torch_private import FakeTensor, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,19 +253,10 @@ def evaluate(node: fx.Node) -> tuple[Any, Any]:
     for i in (0, 1):
         pick = lambda x, i=i: x.meta["values"][i]  # noqa: E731
         args, kwargs = map_arg(node.args, pick), map_arg(node.kwargs, pick)
-        fakes = [x for x in flattened([*args, *kwargs.values()]) if isinstance(x, FakeTensor)]
+        fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         with torch.no_grad(), fakes[0].fake_mode if fakes else contextlib.nullcontext():
             results.append(target(*args, **{**kwargs, **on_meta}))
     return results[0], results[1]
-
-
-def flattened(value: object) -> Iterator[object]:
-    """The items of nested lists and tuples, one after the other."""
-    if isinstance(value, (list, tuple)):
-        for x in value:
-            yield from flattened(x)
-    else:
-        yield value
 
 
 def add_call(
