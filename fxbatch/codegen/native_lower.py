@@ -600,22 +600,15 @@ def batched_product(lowering: Lowering, node: fx.Node) -> None:
 
 
 def softmax(lowering: Lowering, node: fx.Node) -> None:
-    """log_softmax and softmax along the last dimension."""
-    source = lowering.floats(node.args[0])
-    last = _position(node.args[1], source.shape) == len(source.shape) - 1
-    need(last and not node.args[2], "another dimension")
-    rows, operands = same_rows(lowering.target(node), source)
-    logarithm = node.target is aten._log_softmax.default
-    lowering.add("LOG_SOFTMAX", rows, source.shape[-1][1], *operands, logarithm=int(logarithm))
-
-
-def softmax_backward(lowering: Lowering, node: fx.Node) -> None:
-    """The gradients of log_softmax and softmax along the last dimension."""
-    grad, result = map(lowering.floats, node.args[:2])
-    need(_position(node.args[2], grad.shape) == len(grad.shape) - 1, "another dimension")
-    rows, operands = same_rows(lowering.target(node), grad, result)
-    logarithm = node.target is aten._log_softmax_backward_data.default
-    lowering.add("LOG_SOFTMAX_BACKWARD", rows, grad.shape[-1][1], *operands, logarithm=int(logarithm))
+    """log_softmax and softmax along the last dimension, and their gradients, of the gradient and the result."""
+    *values, dim, half_to_float_or_dtype = node.args
+    spans, backward = list(map(lowering.floats, values)), len(values) == 2
+    last = _position(dim, spans[0].shape) == len(spans[0].shape) - 1
+    need(last and (backward or not half_to_float_or_dtype), "another dimension")
+    rows, operands = same_rows(lowering.target(node), *spans)
+    logarithm = node.target in (aten._log_softmax.default, aten._log_softmax_backward_data.default)
+    name = "LOG_SOFTMAX_BACKWARD" if backward else "LOG_SOFTMAX"
+    lowering.add(name, rows, spans[0].shape[-1][1], *operands, logarithm=int(logarithm))
 
 
 def pick(lowering: Lowering, node: fx.Node) -> None:
@@ -714,29 +707,20 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
 
 
 ROW_CALLS: dict[object, Callable[[Lowering, fx.Node], None]] = {
-    aten.mm.default: product,
-    aten.addmm.default: product,
+    **dict.fromkeys((aten.mm.default, aten.addmm.default), product),
     aten.bmm.default: batched_product,
     aten.index_select.default: lookup,
-    aten.sum.dim_IntList: sum_dimensions,
-    aten.sum.default: sum_dimensions,
+    **dict.fromkeys((aten.sum.dim_IntList, aten.sum.default), sum_dimensions),
     aten.mean.dim: mean_dimensions,
-    aten._log_softmax.default: softmax,
-    aten._softmax.default: softmax,
-    aten._log_softmax_backward_data.default: softmax_backward,
-    aten._softmax_backward_data.default: softmax_backward,
+    **dict.fromkeys((aten._log_softmax.default, aten._softmax.default), softmax),
+    **dict.fromkeys((aten._log_softmax_backward_data.default, aten._softmax_backward_data.default), softmax),
     aten.gather.default: pick,
-    aten.scatter_add.default: put,
-    aten.scatter.src: put,
-    aten.amax.default: extreme,
-    aten.amin.default: extreme,
-    aten.argmax.default: extreme,
-    aten.argmin.default: extreme,
-    operator.getitem: extreme,
+    **dict.fromkeys((aten.scatter_add.default, aten.scatter.src), put),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, operator.getitem), extreme),
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default), extreme),
     aten.logsumexp.default: log_sum_exp,
     aten.stack.default: stack,
-    aten.mse_loss.default: squared_error,
-    aten.mse_loss_backward.default: squared_error,
+    **dict.fromkeys((aten.mse_loss.default, aten.mse_loss_backward.default), squared_error),
     aten.embedding_dense_backward.default: table_gradient,
 }
 _EXTREMES = (aten.max.dim, aten.min.dim)
