@@ -163,13 +163,10 @@ class Lowering:
                     self.copy(out, self.span(node))
         need(len(self.bases) <= MOST_BASES, f"more than {MOST_BASES} tensors")
         need(bool(self.items), "nothing to do")
-        return NativeProgram(
-            records(Base, self.bases),
-            records(Instruction, group_pointwise(self.items)),
-            records(View, self.views),
-            tuple(function for _, function in self.calls),
-            tuple(name for name, _ in self.calls),
-        )
+        bases, views = records(Base, self.bases), records(View, self.views)
+        instructions = records(Instruction, group_pointwise(self.items))
+        functions = tuple(function for _, function in self.calls)
+        return NativeProgram(bases, instructions, views, functions, tuple(name for name, _ in self.calls))
 
     # -- memory
 
@@ -344,11 +341,9 @@ class Lowering:
 
     def _view(self, node: fx.Node) -> None:
         source = self.span(node.args[0])
-        span = view(source, node)
-        if span is None:  # a reshape that copies
-            span = view(self.in_new_span(source), node)
-            if span is None:
-                raise NotNative(f"{node.target}")
+        span = view(source, node) or view(self.in_new_span(source), node)  # a reshape that copies
+        if span is None:
+            raise NotNative(f"{node.target}")
         self.spans[node] = span
 
     # -- instructions

@@ -78,13 +78,11 @@ def sources_of(graphs: OperationGraphs, kept_groups: tuple[int, ...], part: str)
         return [_group(graphs, kept_groups, g) for g in range(len(graphs.layout.groups))]
     if part == "parameters":
         return []
-    gradients = [Source()] * len(graphs.grad_outputs)  # where these are the plan says
-    return gradients + [
-        _group(graphs, kept_groups, ref.index)
-        if ref.kind == "group"
-        else Source(_ORIGINS[ref.kind], ref.index)
-        for ref in graphs.backward_inputs
-    ]
+    sources = [Source()] * len(graphs.grad_outputs)  # where these are the plan says
+    for ref in graphs.backward_inputs:
+        group, index = ref.kind == "group", ref.index
+        sources.append(_group(graphs, kept_groups, index) if group else Source(_ORIGINS[ref.kind], index))
+    return sources
 
 
 def _group(graphs: OperationGraphs, kept_groups: tuple[int, ...], group: int) -> Source:
