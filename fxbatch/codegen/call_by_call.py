@@ -78,15 +78,13 @@ class UnbatchedKernel(nn.Module):
         grad = self.signature.modes.grad and (True in input_needs or True in shared_needs)
         before = torch.is_grad_enabled()
         try:
-            tape = self._run(groups, shared, input_needs, shared_needs, n, grad)
-            _stack(tape.outputs, outs)
+            tape = self._run(groups, shared, input_needs, shared_needs, n, grad, outs)
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
             # Needs are those of all calls of a signature: an argument that takes no gradients needs none.
             takes = [need and self._takes_gradient(groups, shared, i) for i, need in enumerate(input_needs)]
-            tape = self._run(groups, shared, takes, shared_needs, n, grad)
-            _stack(tape.outputs, outs)
+            tape = self._run(groups, shared, takes, shared_needs, n, grad, outs)
         finally:
             set_grad_enabled(before)
         return tape if grad else None
@@ -95,7 +93,8 @@ class UnbatchedKernel(nn.Module):
         """Whether the operation lets its input i require a gradient."""
         needs = [k == i for k in range(len(groups))]
         try:
-            self._run([x[:1].detach().clone() for x in groups], shared, needs, [False] * len(shared), 1, True)
+            row = [x[:1].detach().clone() for x in groups]
+            self._run(row, shared, needs, [False] * len(shared), 1, True, [])
         except RuntimeError as error:
             if NOT_DIFFERENTIABLE not in str(error):
                 raise
@@ -110,8 +109,9 @@ class UnbatchedKernel(nn.Module):
         shared_needs: Sequence[bool],
         n: int,
         grad: bool,
+        outs: Sequence[torch.Tensor],
     ) -> RowTape:
-        """Call the body with each row. It leaves autograd off."""
+        """Call the body with each row, and stack what it gives. It leaves autograd off."""
         signature = self.signature
         set_grad_enabled(False)
         inputs = [x.unbind(0) for x in groups]
@@ -132,6 +132,8 @@ class UnbatchedKernel(nn.Module):
             set_grad_enabled(grad)
             outputs = self.called(call, inputs, n)
         set_grad_enabled(False)
+        for column, out in zip(outputs, outs, strict=False):
+            torch.stack(column, out=out)
         return RowTape(outputs, inputs, shared)
 
     def called(
@@ -195,11 +197,6 @@ def _are_present(modes: Modes) -> bool:
     casts = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     same = modes.grad == torch.is_grad_enabled() and modes.default_dtype == torch.get_default_dtype()
     return same and not casts and not modes.autocast
-
-
-def _stack(columns: Sequence[Sequence[torch.Tensor]], outs: Sequence[torch.Tensor]) -> None:
-    for column, out in zip(columns, outs, strict=False):
-        torch.stack(column, out=out)
 
 
 def _column(grads: list[torch.Tensor | None], rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
