@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,7 +195,8 @@ def _record_joint(
             outputs = _run_batched(body, groups, weights, dummy)
         slots = gradients_of(outputs, gradients, [*groups, *weights])
         for i, x in enumerate((*groups, *weights)):
-            slots[i] = _zeros(x) if slots[i] is None and filled[i] else slots[i]
+            if slots[i] is None and filled[i]:  # zeros that don't depend on x
+                slots[i] = torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
         present[:] = [slot is not None for slot in slots]
         return [*outputs, *(slot for slot in slots if slot is not None)]
 
@@ -209,11 +211,6 @@ def _record_joint(
         for target in tape.writes:
             raise NotBatchable(f"{target} writes to a tensor that the operation was given")
     return tape, tuple(present)
-
-
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    """Zeros of the form of x that don't depend on x."""
-    return torch.zeros(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
 def _run_batched(body: fx.GraphModule, groups: Any, weights: Any, dummy: torch.Tensor) -> list[torch.Tensor]:
@@ -258,15 +255,9 @@ def _unify(
     places = [node for node in graph.nodes if node.op == "placeholder"][1:]
     graph.erase_node(places.pop())  # the dummy
     graph.output(tuple(results))
-    groups = kinds["groups"]
-    first_gradient = groups + kinds["weights"]
-    return Joint(
-        LazyGraphModule(root, graph),
-        tuple(places[:groups]),
-        tuple(places[groups:first_gradient]),
-        tuple(places[first_gradient:]),
-        present,
-    )
+    left = iter(places)
+    groups, weights, gradients = (tuple(itertools.islice(left, count)) for count in kinds.values())
+    return Joint(LazyGraphModule(root, graph), groups, weights, gradients, present)
 
 
 @dataclass

@@ -414,20 +414,16 @@ def group_inputs(body: fx.GraphModule, layout: Layout, signature: Signature) -> 
             continue
         members = tuple(node.args[0]) if node.target in (aten.cat.default, aten.stack.default) else ()
         if members in whole and _dim(node) == 0:
-            shape = signature.inputs[olds.index(members[0])].shape
-            node_of[node] = _whole(graph, node, whole[members], shape)
+            wide = whole[members]
+            if node.target is aten.cat.default:
+                length, *rest = signature.inputs[olds.index(members[0])].shape
+                wide = graph.call_function(aten.view.default, (wide, [len(members) * length, *rest]))
+            node_of[node] = wide
         else:
             node_of[node] = graph.node_copy(node, lambda x: node_of[x])
     module = LazyGraphModule(body, graph)
     graph.eliminate_dead_code()
     return module
-
-
-def _whole(graph: fx.Graph, node: fx.Node, wide: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    if node.target is aten.stack.default:
-        return wide
-    members = len(node.args[0])
-    return graph.call_function(aten.view.default, (wide, [members * shape[0], *shape[1:]]))
 
 
 # -- `nn.Embedding(sparse=True)` keeps its sparse gradient, made once from the rows of the whole minibatch

@@ -334,21 +334,17 @@ def _select_to_cat(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def concatenate(graph: fx.Graph, like: fx.Node, dim: int, parts: list[Segment]) -> fx.Node:
     """The concatenation of the parts along `dim`, zeros between them, in the form of `like`."""
-    dims = shape(like)
+    dims, form = shape(like), {"dtype": dtype(like), "device": device_of(like)}
     pieces: list[fx.Node] = []
     at = 0
     for part in [*parts, Segment(dims[dim][1], dims[dim][1], None)]:
         if part.start > at:
-            pieces.append(_zeros(graph, like, (*dims[:dim], (0, part.start - at), *dims[dim + 1 :])))
+            gap = shape_argument(graph, (*dims[:dim], (0, part.start - at), *dims[dim + 1 :]))
+            pieces.append(add_call(graph, aten.zeros.default, (gap,), form))
         if part.node is not None:
             pieces.append(part.node)
         at = part.end
     return pieces[0] if len(pieces) == 1 else add_call(graph, aten.cat.default, (pieces, dim))
-
-
-def _zeros(graph: fx.Graph, like: fx.Node, dims: Shape) -> fx.Node:
-    form = {"dtype": dtype(like), "device": device_of(like)}
-    return add_call(graph, aten.zeros.default, (shape_argument(graph, dims),), form)
 
 
 def _merge(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
@@ -394,13 +390,11 @@ def _widen_slices(graph: fx.Graph) -> bool:
         if plain and (part := _same_slices(node)) is not None:
             sources, dim, start, end = part
             slices.setdefault((node.target, sources, dim), []).append((start, end, node))
-    changed = False
     order = {node: i for i, node in enumerate(graph.nodes)}
-    for (target, _, dim), parts in slices.items():
-        for run in _adjacent(parts):
-            _replace_run(graph, target, dim, run, order)
-            changed = True
-    return changed
+    runs = [(target, dim, run) for (target, _, dim), parts in slices.items() for run in _adjacent(parts)]
+    for target, dim, run in runs:
+        _replace_run(graph, target, dim, run, order)
+    return bool(runs)
 
 
 def _same_slices(node: fx.Node) -> tuple[tuple[Any, ...], int, int, int] | None:
