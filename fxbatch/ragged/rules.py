@@ -38,7 +38,7 @@ from fxbatch.ragged.lower import (
     shape_of,
 )
 from fxbatch.ragged.recurrent import NODES
-from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, results_of
+from fxbatch.ragged.rules_items import ITEMWISE_COMPOSITES, by_items, of_aten, results_of
 from fxbatch.ragged.values_alone import batched_by_vmap
 from fxbatch.ragged.whole_tensor import norm, product, product_of_rows
 
@@ -62,22 +62,17 @@ def kept_whole() -> frozenset[str]:
     return frozenset(RULES) | POINTWISE_COMPOSITES | ITEMWISE_COMPOSITES
 
 
-POINTWISE_COMPOSITES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "dropout", "relu6", "selu", "to", "type_as", "contiguous", "clip", "square", "true_divide", "where",
-        "masked_fill", "float_power", "subtract", "multiply", "divide", "absolute", "negative", "not_equal", "greater",
-        "less", "less_equal", "greater_equal", "arccos", "fix", "logical_and", "clamp", "silu", "positive", "detach",
-        "log_sigmoid",
-    )
+POINTWISE_COMPOSITES = of_aten(
+    "dropout", "relu6", "selu", "to", "type_as", "contiguous", "clip", "square", "true_divide", "where",
+    "masked_fill", "float_power", "subtract", "multiply", "divide", "absolute", "negative", "not_equal", "greater",
+    "less", "less_equal", "greater_equal", "arccos", "fix", "logical_and", "clamp", "silu", "positive", "detach",
+    "log_sigmoid",
 )  # fmt: skip
-_POINTWISE = POINTWISE_COMPOSITES | {
-    "aten::clone", "aten::alias", "aten::_to_copy", "aten::full_like", "aten::zeros_like", "aten::ones_like",
-    "aten::empty_like", "aten::native_dropout", "aten::rand_like", "aten::randn_like", "aten::bernoulli",
-    "aten::_log_softmax_pointwise", "aten::lift_fresh_copy", "aten::lift_fresh", "aten::fill", "aten::hardswish",
-    "aten::_prelu_kernel", "aten::leaky_relu", "aten::rsub", "aten::floor_divide", "aten::complex", "aten::polar",
-    "aten::__and__", "aten::__or__", "aten::__xor__", "aten::__lshift__", "aten::__rshift__",
-}  # fmt: skip
+_POINTWISE = POINTWISE_COMPOSITES | of_aten(
+    "clone", "alias", "_to_copy", "full_like", "zeros_like", "ones_like", "empty_like", "native_dropout", "rand_like",
+    "randn_like", "bernoulli", "lift_fresh_copy", "lift_fresh", "fill", "hardswish", "_prelu_kernel", "leaky_relu",
+    "rsub", "floor_divide", "complex", "polar", "__and__", "__or__", "__xor__", "__lshift__", "__rshift__",
+)  # fmt: skip
 
 
 def rule_of(target: torch._ops.OpOverload) -> Rule:

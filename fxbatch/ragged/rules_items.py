@@ -13,31 +13,27 @@ from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, operator_of, own_dimensions, shape_of
 from fxbatch.torch_private import tree_leaves
 
-ITEMWISE_COMPOSITES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "batch_norm", "group_norm", "instance_norm", "bilinear",
-        "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-        "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
-    )
-)  # fmt: skip
-_ITEMWISE = ITEMWISE_COMPOSITES | {
-    f"aten::{name}"
-    for name in (
-        "conv1d", "convolution", "_convolution_mode", "pad", "grid_sampler_2d", "grid_sampler_3d",
-        *(f"avg_pool{d}d" for d in (1, 2, 3)), *(f"max_pool{d}d_with_indices" for d in (2, 3)),
-        *(f"_adaptive_avg_pool{d}d" for d in (2, 3)), *(f"adaptive_max_pool{d}d" for d in (2, 3)),
-    )
-}  # fmt: skip
 
-_OF_MATRICES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_linalg_solve_ex", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_qr", "linalg_cholesky_ex",
-        "_linalg_eigh", "_linalg_svd", "linalg_solve_triangular", "triangular_solve", "cholesky_solve",
-        "linalg_lu_factor_ex", "linalg_lu", "linalg_lu_solve", "linalg_householder_product", "linalg_matrix_exp",
-        "cholesky_inverse", "linalg_pinv", "linalg_eig",
-    )
+def of_aten(*names: str) -> frozenset[str]:
+    """The full names of operators."""
+    return frozenset(f"aten::{name}" for name in names)
+
+
+ITEMWISE_COMPOSITES = of_aten(
+    "batch_norm", "group_norm", "instance_norm", "bilinear",
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+    "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d",
+)  # fmt: skip
+_ITEMWISE = ITEMWISE_COMPOSITES | of_aten(
+    "conv1d", "convolution", "_convolution_mode", "pad", "grid_sampler_2d", "grid_sampler_3d",
+    *(f"avg_pool{d}d" for d in (1, 2, 3)), *(f"max_pool{d}d_with_indices" for d in (2, 3)),
+    *(f"_adaptive_avg_pool{d}d" for d in (2, 3)), *(f"adaptive_max_pool{d}d" for d in (2, 3)),
+)  # fmt: skip
+_OF_MATRICES = of_aten(
+    "_linalg_solve_ex", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet", "linalg_qr", "linalg_cholesky_ex",
+    "_linalg_eigh", "_linalg_svd", "linalg_solve_triangular", "triangular_solve", "cholesky_solve",
+    "linalg_lu_factor_ex", "linalg_lu", "linalg_lu_solve", "linalg_householder_product", "linalg_matrix_exp",
+    "cholesky_inverse", "linalg_pinv", "linalg_eig",
 )  # fmt: skip
 
 
