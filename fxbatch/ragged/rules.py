@@ -506,13 +506,6 @@ def _summed(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     return _kept(e, node, f"{size}.sum({name})")
 
 
-@over("var_mean", "std_mean")
-def _var_mean(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    how = name_of(node).removesuffix("_mean")
-    values = zip(_variance(e, node, x, dims, how), node.meta["val"], strict=True)
-    return tuple(_kept(e, node, name, t) for name, t in values)
-
-
 @over("flip")
 def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     if x.layout != PACKED:
@@ -522,23 +515,22 @@ def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     return e.packed(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
 
 
-@over("var", "std")
+@over("var", "std", "var_mean", "std_mean")
 def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    return _kept(e, node, _variance(e, node, x, dims, name_of(node))[0])
-
-
-def _variance(e: Emitter, node: fx.Node, x: Packed, dims: list[int], how: str) -> tuple[str, str]:
-    """The variance (or its root) and the mean over the rows."""
-    arguments = e.bound(node)
+    """The variance (or its root) over the rows; and the mean, where that is a result."""
+    arguments, val = e.bound(node), node.meta["val"]
     if x.layout != PACKED or dims != list(x.axes):
         raise NoRule("over more than the rows")
     if x.dtype.is_complex:
         raise NoRule("a variance of complex numbers")
     correction = arguments.get("correction", 1 if arguments.get("unbiased", True) else 0)
     correction = 1 if correction is None else correction
-    size = e.rows_of(x)
-    mean = e.line(f"{size}.divided({size}.sum({x.name}), 1)")
-    return e.line(f"{size}.variance({x.name}, {float(correction)}, {how!r})"), mean
+    size, how = e.rows_of(x), name_of(node).removesuffix("_mean")
+    variance = e.line(f"{size}.variance({x.name}, {float(correction)}, {how!r})")
+    if isinstance(val, torch.Tensor):
+        return _kept(e, node, variance)
+    mean = f"{size}.divided({size}.sum({x.name}), 1)"
+    return _kept(e, node, variance, val[0]), _kept(e, node, mean, val[1])
 
 
 @over("norm", "linalg_vector_norm")
