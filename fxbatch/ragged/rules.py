@@ -382,7 +382,11 @@ def _amax(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
 def _max(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     how = name_of(node)
     if "dim" not in e.bound(node):
-        return _extreme_of_all(e, node, x, how)
+        # torch.max(x): its elements as one row each; equal ones share the gradient, as those of amax do.
+        if x.layout != PACKED:
+            raise NoRule("an extreme of all elements of two sizes of its own")
+        operands = f"{x.name}, {no_extreme(x.dtype, how)}, {how!r}"
+        return e.packed(f"{e.rows_of(x)}.none_empty().extreme_of_all({operands})", node.meta["val"])
     if x.layout == PADDED:
         name = e.line(f"{_hidden(e, x, dims[0], how)}.{how}({x.place(dims[0])})")
         return tuple(_other_rows(e, f"{name}[{i}]", x, dims, t) for i, t in enumerate(node.meta["val"]))
@@ -413,15 +417,6 @@ def _other_rows(e: Emitter, name: str, x: Packed, dims: list[int], val: torch.Te
     name = e.line(f"{e.lengths(x.shape[other])}.unpad({name})")
     rest = [size for i, size in enumerate(shape_of(val)) if i not in own_dimensions(shape_of(val))]
     return e.packed(f"{name}.reshape({name}.shape[0], {''.join(f'{size}, ' for size in rest)})", val)
-
-
-def _extreme_of_all(e: Emitter, node: fx.Node, x: Packed, how: str) -> Emitted:
-    """torch.max(x): its elements as one row each; equal ones share the gradient, as those of amax do."""
-    if x.layout != PACKED:
-        raise NoRule("an extreme of all elements of two sizes of its own")
-    size = e.rows_of(x)
-    operands = f"{x.name}, {no_extreme(x.dtype, how)}, {how!r}"
-    return e.packed(f"{size}.none_empty().extreme_of_all({operands})", node.meta["val"])
 
 
 @over("argmax", "argmin")
