@@ -49,20 +49,14 @@ def _permute(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     return _moved(e, a["self"], val, [d % a["self"].rank for d in a["dims"]])
 
 
-@rule("transpose", "swapaxes", "swapdims")
+@rule("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT")
 def _transpose(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    x, i, j = [e.value(v) for v in node.args]
+    """Of the last two dimensions where none are named."""
+    x, i, j = [*[e.value(v) for v in node.args], -2, -1][:3]
     order = list(range(x.rank))
-    if x.rank:
+    if x.rank > 1:
         order[i], order[j] = order[j], order[i]
     return _moved(e, x, val, order)
-
-
-@rule("t", "numpy_T", "mT")
-def _t(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    x = a["self"]
-    order = list(range(x.rank))
-    return _moved(e, x, val, [*order[:-2], *order[-2:][::-1]])
 
 
 @rule(
