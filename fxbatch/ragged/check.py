@@ -70,10 +70,8 @@ def packed_differences(
         # Numbers that every type has exactly.
         numbers = [(torch.arange(t.numel(), device=t.device) % 8 + 4) / 8 for t in ends]
         weights = [n.view(t.shape).to(t.dtype) for n, t in zip(numbers, ends, strict=True)]
-        return [
-            *values,
-            *torch.autograd.grad(ends, leaves, weights, allow_unused=True, materialize_grads=True),
-        ]
+        gradients = torch.autograd.grad(ends, leaves, weights, allow_unused=True, materialize_grads=True)
+        return [*values, *gradients]
 
     def loop_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         rows = [tensors[a:b] for a, b in itertools.pairwise(starts)]

@@ -16,9 +16,8 @@ import torch
 
 from fxbatch.ragged.lengths import Gradients, Lengths
 
-Along = Sequence[
-    tuple[Lengths, int]
-]  # sizes of the instances' own, and the dimensions that they are padded along
+# Sizes of the instances' own, and the dimensions that they are padded along.
+Along = Sequence[tuple[Lengths, int]]
 
 
 def _have_gradients(along: Along, *tensors: torch.Tensor) -> bool:

@@ -80,10 +80,8 @@ def _index(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     indices = [e.to_dense(v) for v in indices]
     if len(indices) > 1:
         common = shape_of(val)[: val.dim() - (x.rank - len(places))]
-        names = [e.aligned(v, common) for v in indices]
-        indices = [
-            Packed(name, layout_of(common), common, v.dtype) for name, v in zip(names, indices, strict=True)
-        ]
+        layout = layout_of(common)
+        indices = [Packed(e.aligned(v, common), layout, common, v.dtype) for v in indices]
     first = indices[0]
     if any(d > 0 for d in x.axes):
         raise NoRule("indices of rows whose own size is not the first")
@@ -177,9 +175,8 @@ def _index_add(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     d = a["dim"] % x.rank
     table, size = table_of(e, x, d)
     if "source" in a:
-        a["source"] = Code(
-            _aligned_rows(e, a["source"], (*x.shape[:d], index.shape[0], *x.shape[d + 1 :]), d)
-        )
+        shape = (*x.shape[:d], index.shape[0], *x.shape[d + 1 :])
+        a["source"] = Code(_aligned_rows(e, a["source"], shape, d))
     fills = node.target is torch.ops.aten.index_fill.int_Scalar  # the one of these that counts from the end
     rows = e.line(f"{_rows(e, index, size, from_end=fills)}.reshape(-1)")
     a["self"], a["dim"], a["index"] = Code(table), 0, Code(rows)

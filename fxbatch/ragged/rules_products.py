@@ -173,9 +173,8 @@ def _heads(e: Emitter, x: Packed) -> str:
 def _mask(e: Emitter, mask: Packed, shape: Shape) -> str:
     """An attention mask as something that broadcasts to [n, heads, queries, keys]; shape: of the heads."""
     heads = [int(d) for d in shape]
-    for d in mask.axes:
-        if d < mask.rank - 2:
-            raise NoRule("an attention mask with a size of its own among its heads")
+    if any(d < mask.rank - 2 for d in mask.axes):
+        raise NoRule("an attention mask with a size of its own among its heads")
     name = e.spread(mask)
     lead = "" if mask.layout == WHOLE else "n, "
     outer = [int(d) for d in mask.shape[:-2]]

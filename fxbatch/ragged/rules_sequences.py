@@ -50,10 +50,9 @@ def _recurrent(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     first = ", ".join(f"{h.name}.squeeze(2)" for h in states)  # [n, layers, 1, h]
     params = weights_code(*a["params"])
     names = ("has_biases", "num_layers", "dropout", "train", "bidirectional")
+    how = ", ".join(e.source(a[name]) for name in names)
     operands = f"{size}, {x.name}.reshape({size}.total, -1), [{first}], [{params}]"
-    line = e.line(
-        f"z.recurrent({name_of(node)!r}, {operands}, {', '.join(e.source(a[name]) for name in names)})"
-    )
+    line = e.line(f"z.recurrent({name_of(node)!r}, {operands}, {how})")
     rows = e.packed(f"{line}[0].unsqueeze(1)", val[0])
     ends = [e.packed(f"{line}[{i + 1}]", t) for i, t in enumerate(val[1:])]
     return (rows, *ends)
@@ -93,9 +92,8 @@ def _conv1d(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         left = int(padding[0])
     size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[-1])
     rows = x.name if x.rank == 2 else e.line(f"{x.name}.squeeze(1)")  # [total, channels]
-    name = e.line(
-        f"z.conv1d({size}, {out}, {rows}, {operands}, {left}, {stride}, {dilation}, {e.source(a['groups'])})"
-    )
+    how = f"{left}, {stride}, {dilation}, {e.source(a['groups'])}"
+    name = e.line(f"z.conv1d({size}, {out}, {rows}, {operands}, {how})")
     return e.packed(name if x.rank == 2 else f"{name}.unsqueeze(1)", val)
 
 
@@ -259,9 +257,8 @@ def _roll(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     shifts = e.bound(node)["shifts"]
     if x.layout != PACKED or dims != list(x.axes) or len(shifts) != 1 or depends(shifts[0]):
         raise NoRule("shifts of more than the rows")
-    return e.packed(
-        f"{x.name}.index_select(0, {e.lengths(x.shape[dims[0]])}.rolled({shifts[0]}))", node.meta["val"]
-    )
+    rows = f"{e.rows_of(x)}.rolled({shifts[0]})"
+    return e.packed(f"{x.name}.index_select(0, {rows})", node.meta["val"])
 
 
 @over("unfold")
@@ -365,9 +362,8 @@ def _nll_of_places(e: Emitter, a: Arguments, val: Traced, x: Packed, target: Pac
         places = e.line(f"z.elements(({rows}, {classes}), ({rows}.position, {labels}), {rows})")
         picked = f"{x.name}.flatten().index_select(0, {places})"
     elif x.layout == PACKED and target.layout == DENSE:
-        picked = (
-            f"{x.name}[z.rows({classes}, {labels}, None), torch.arange({x.shape[0]}, device={x.name}.device)]"
-        )
+        columns = f"torch.arange({x.shape[0]}, device={x.name}.device)"
+        picked = f"{x.name}[z.rows({classes}, {labels}, None), {columns}]"
     else:
         raise NoRule("classes along a size of its own")
     name = e.line(f"(-{picked}).masked_fill({ignored}, 0)")

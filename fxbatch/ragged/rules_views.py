@@ -99,9 +99,8 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> P
     a = own_dimensions(wide)[0]
     if own_dimensions(wide) != (a, a + 1) or own_dimensions(narrow) != (a,):
         raise NoRule("a view that joins two sizes of its own with others")
-    if (*wide[:a], *wide[a + 2 :]) != (*narrow[:a], *narrow[a + 1 :]) or sympy.expand(
-        wide[a] * wide[a + 1] - narrow[a]
-    ):
+    others = (*wide[:a], *wide[a + 2 :]), (*narrow[:a], *narrow[a + 1 :])
+    if others[0] != others[1] or sympy.expand(wide[a] * wide[a + 1] - narrow[a]):
         raise NoRule("a view that joins two sizes of its own with others")
     sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
     move = e.const(pairs_in_a_row if x.layout == PADDED else pairs)
@@ -244,10 +243,8 @@ def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: Size
     size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
     begin = _begin(e, start, size)
     if x.layout == PACKED:
-        place = own_dimensions(shape_of(val)).index(d) + 1
-        return e.packed(
-            f"z.part({_as_padded(e, x, val)}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val
-        )
+        padded, place = _as_padded(e, x, val), own_dimensions(shape_of(val)).index(d) + 1
+        return e.packed(f"z.part({padded}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val)
     rows, _ = table_of(e, x, d)
     return e.packed(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
 
@@ -301,9 +298,8 @@ def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packe
             raise NoRule("other sizes of their own")
         operands = ", ".join(_as_padded(e, p, val) for p in parts)
         sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
-        return e.packed(
-            f"z.joined(({operands},), ({sizes},), {e.lengths(shape[d])}, {axes.index(d) + 1})", val
-        )
+        out, place = e.lengths(shape[d]), axes.index(d) + 1
+        return e.packed(f"z.joined(({operands},), ({sizes},), {out}, {place})", val)
     names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
     order = e.line(f"{e.const(interleaved)}(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
@@ -345,9 +341,8 @@ def _select_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emi
         raise NoRule("a row of two sizes of its own")
     size = e.lengths(x.shape[d])
     source = e.aligned(e.to_dense(y), rest)
-    return e.packed(
-        f"{x.name}.index_copy(0, {size}.taken({_start(e, i, size)}, {e.lengths(1)}), {source})", val
-    )
+    rows = f"{size}.taken({_start(e, i, size)}, {e.lengths(1)})"
+    return e.packed(f"{x.name}.index_copy(0, {rows}, {source})", val)
 
 
 @rule("stack")
