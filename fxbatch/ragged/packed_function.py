@@ -40,14 +40,12 @@ class PackedMinibatch:
     columns: list[Any]
     device: torch.device
     sizes: Sequence[np.ndarray]  # one column a symbol
-    sizes_by_values: dict[Any, Lengths] = field(
-        default_factory=dict
-    )  # of results, where they depend on values
+    # Of results, where they depend on values.
+    sizes_by_values: dict[Any, Lengths] = field(default_factory=dict)
     casts: list[torch.autocast] = field(default_factory=list)
 
-    def set_grad_enabled(self, on: bool) -> None:
-        """Switches autograd on or off for the lines that follow in the emitted function."""
-        set_grad_enabled(on)
+    # Switches autograd on or off for the lines that follow in the emitted function.
+    set_grad_enabled = staticmethod(set_grad_enabled)
 
     def enter_autocast(self, *how: Any) -> None:
         """Enters autocast for the lines that follow in the emitted function."""
@@ -141,9 +139,8 @@ class PackedMinibatch:
         Queries of an instance without keys give zeros.
         """
         if causal:
-            mask = _masked(
-                mask, torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-            )
+            before = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+            mask = _masked(mask, before)
         if not k_size.uniform:
             seen = k_size.mask[:, None, None, :]
             if k_size.shortest == 0:
@@ -348,11 +345,10 @@ class PackedFunction:
         count = len(self.lowered.lengths)
         lengths = [Lengths.of(x, n, device) for x in numbers[:count]]
         z = PackedMinibatch(n, lengths, numbers[count:], device, sizes)
+        places = enumerate(zip(self.graph.inputs, columns, self.dynamic, strict=False))
         inputs = [  # what nobody reads may be anything
             self.packed(i, column, dims, sizes, device) if node.users else column[0]
-            for i, (node, column, dims) in enumerate(
-                zip(self.graph.inputs, columns, self.dynamic, strict=False)
-            )
+            for i, (node, column, dims) in places
         ]
         arguments, grad = [*inputs, *shared], torch.is_grad_enabled()
         try:
@@ -385,9 +381,6 @@ class PackedFunction:
 
     def column(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> PackedColumn:
         """An output as it is, from which the tensors of the instances are taken when somebody asks for one."""
-        sizes_of_output = [output.shape[a] for a in output.axes]
-        lengths = [
-            z.sizes_by_values[e] if e in z.sizes_by_values else z.lengths[self.lowered.lengths.index(e)]
-            for e in sizes_of_output
-        ]
+        lengths_of = {**dict(zip(self.lowered.lengths, z.lengths, strict=True)), **z.sizes_by_values}
+        lengths = [lengths_of[output.shape[a]] for a in output.axes]
         return PackedColumn(tensor, output.layout, output.axes, lengths, z.n)
