@@ -352,10 +352,8 @@ class _Refused(WithoutPlainSizes):
 
     def __init__(self, read: Sequence[str]) -> None:
         super().__init__()
-        self.lost = {getattr(torch.Tensor, name) for name in _LOST} | {
-            torch.autograd.grad,
-            torch.autograd.backward,
-        }
+        self.lost = {getattr(torch.Tensor, name) for name in _LOST}
+        self.lost |= {torch.autograd.grad, torch.autograd.backward}
         self.read = {getattr(torch.Tensor, name).__get__ for name in read}
 
     def __torch_function__(
@@ -400,14 +398,9 @@ def _all_rows(index: object) -> object:
     what the code does besides."""
     if isinstance(index, tuple):
         return tuple(map(_all_rows, index))
-    if (
-        isinstance(index, FakeTensor)
-        and index.dtype == torch.bool
-        and index.dim() == 1
-        and without_symbols(index)
-    ):
-        return torch.arange(len(index), device=index.device)
-    return index
+    if not isinstance(index, FakeTensor) or index.dtype != torch.bool or index.dim() != 1:
+        return index
+    return torch.arange(len(index), device=index.device) if without_symbols(index) else index
 
 
 def _nonzero(plain: Function, x: torch.Tensor, as_tuple: bool = False) -> object:
@@ -446,12 +439,9 @@ def _max_pool1d(
     return torch.max_pool2d(x.unsqueeze(-2), size, step, pad, far, ceil_mode).squeeze(-2)
 
 
-def _largest(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.max(dim, keepdim=True)[0]
-
-
+_MAX_POOLINGS = (torch.max_pool1d, F.max_pool1d, torch.max_pool2d, F.max_pool2d)
 _POOLINGS: dict[object, Callable[[torch.Tensor, int], torch.Tensor]] = {
-    **dict.fromkeys((torch.max_pool1d, F.max_pool1d, torch.max_pool2d, F.max_pool2d), _largest),
+    **dict.fromkeys(_MAX_POOLINGS, lambda x, dim: x.max(dim, keepdim=True)[0]),
     **dict.fromkeys((F.avg_pool1d, F.avg_pool2d), functools.partial(torch.mean, keepdim=True)),
 }
 
@@ -531,17 +521,10 @@ def _without_writes(graph: fx.Graph) -> None:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        written = [
-            i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
-        name = schema.name
-        if (
-            not grad
-            or written != [0]
-            or not name.endswith("_")
-            or name.endswith("__")
-            or "out" in node.kwargs
-        ):
+        name, alias_infos = schema.name, [a.alias_info for a in schema.arguments]
+        written = [i for i, info in enumerate(alias_infos) if info is not None and info.is_write]
+        in_place = name.endswith("_") and not name.endswith("__") and "out" not in node.kwargs
+        if not grad or written != [0] or not in_place:
             raise NoPackedForm(f"it writes to a tensor by {node.target}")
         target = node.args[0]
         parts = _part_of(node)
