@@ -241,9 +241,9 @@ class Lengths:
         if mean:
             return F.linear(self.mean(rows), weight, bias)
         products = F.linear(self.sum(rows), weight)
-        return (
-            products if bias is None else products + self.column.view(-1, *[1] * (products.dim() - 1)) * bias
-        )
+        if bias is None:
+            return products
+        return products + self.column.view(-1, *[1] * (products.dim() - 1)) * bias
 
     def group_norm(
         self,
@@ -260,11 +260,8 @@ class Lengths:
         mean = self.divided(self.sum(parts.sum((3, 4))), per_row)
         centred = parts - self.each(mean)[..., None, None]
         variance = self.divided(self.sum(centred.square().sum((3, 4))), per_row)
-        normalised = (
-            (centred * self.each((variance + eps).rsqrt())[..., None, None])
-            .reshape(rows.shape)
-            .to(rows.dtype)
-        )
+        scale = self.each((variance + eps).rsqrt())[..., None, None]
+        normalised = (centred * scale).reshape(rows.shape).to(rows.dtype)
         shape = (-1, *[1] * (rows.dim() - 3))
         normalised = normalised if weight is None else normalised * weight.view(shape)
         return normalised if bias is None else normalised + bias.view(shape)
@@ -313,13 +310,8 @@ class Lengths:
         rows = self.starts[order[rank]] + time
         unsorted = np.argsort(order, kind="stable")
         counted = torch.from_numpy(counts.astype(np.int64))  # on the CPU, as torch wants it
-        return (
-            self._to(order),
-            self._to(np.argsort(rows, kind="stable")),
-            counted,
-            self._to(rows),
-            self._to(unsorted),
-        )
+        back = np.argsort(rows, kind="stable")
+        return self._to(order), self._to(back), counted, self._to(rows), self._to(unsorted)
 
 
 NARROW = 8  # elements of a row, up to which a loop is faster than padding and torch's vectors of exponentials

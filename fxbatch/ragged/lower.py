@@ -40,12 +40,7 @@ from fxbatch.torch_private import (
 
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
 
-
-_OF_MEMORY = frozenset(
-    f"aten::{name}"
-    for name in ("as_strided", "as_strided_copy", "as_strided_scatter", "new_empty_strided", "set_")
-)
-
+_OF_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "new_empty_strided", "set_")
 
 # What a graph may call besides operators, and what of a Minibatch does it.
 _SWITCHES = {
@@ -158,9 +153,8 @@ class Emitter:
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
         self.draws = False  # whether the operator that is written draws numbers: no two are the same then
-        self.switched = (
-            False  # whether gradients or autocast were switched: equal code may give something else then
-        )
+        # Whether gradients or autocast were switched: equal code may give something else then.
+        self.switched = False
         self.counted: dict[Size, str] = {}  # symbol of a size that depends on values -> its column
         self._count = 0
         self._names = {s: f"s{i}" for i, s in enumerate(graph.symbols)}
@@ -345,9 +339,8 @@ class Emitter:
         for a in mine:
             if a not in axes or shape[a] != v.shape[a - lead]:
                 raise NoRule("sizes that are not known to be equal")
-        flat = [
-            a - lead for a in axes if a >= lead and a not in mine
-        ]  # own dimensions along which v has size 1
+        # Own dimensions along which v has size 1.
+        flat = [a - lead for a in axes if a >= lead and a not in mine]
         if any(v.shape[d] != 1 for d in flat):
             raise NoRule("a size of its own meets a fixed one")
         if v.layout == WHOLE:
@@ -476,10 +469,8 @@ def lower(graph: SizedGraph, rule_of: RuleOf, alone: Rule, shared: int) -> Lower
                     size = e.lengths(value.shape[a])
                     if value.shape[a] not in e.lengths_of:
                         e.lines.append(f"z.keep({e.const(value.shape[a])}, {size})")
-                if any(
-                    value.name == o.name and value is not o for o in outputs
-                ):  # two tensors, here as there
-                    value = replace(value, name=e.line(f"{value.name}.clone()"))
+                if any(value.name == o.name and value is not o for o in outputs):
+                    value = replace(value, name=e.line(f"{value.name}.clone()"))  # two tensors, here as there
                 outputs.append(value)
     return _assembled(e, outputs)
 
@@ -493,7 +484,7 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: RuleOf, alone: Rule) -> None
             raise NoPackedForm(f"it calls {node.target}")
         e.switch(node)
         return
-    if node.target._schema.name in _OF_MEMORY:
+    if node.target._schema.name.removeprefix("aten::") in _OF_MEMORY:
         raise NoPackedForm(f"{node.target} asks for the memory of a tensor")
     before = len(e.lines), len(e.written)
     e.draws = _draws(node.target)
@@ -549,11 +540,8 @@ def _assembled(e: Emitter, outputs: list[Packed]) -> Lowered:
     head += [f"c{i} = z.columns[{i}]" for i in range(len(columns))]
     inputs = [f"i{i}" for i in range(len(e.graph.inputs))]
     head += [f"{', '.join(inputs)}, = inputs", "del inputs[:]"] if inputs else []
-    body = [
-        *head,
-        *_freeing(e.lines, {o.name for o in outputs}, inputs),
-        f"return [{', '.join(o.name for o in outputs)}]",
-    ]
+    results = [o.name for o in outputs]
+    body = [*head, *_freeing(e.lines, {*results}, inputs), f"return [{', '.join(results)}]"]
     source = "def packed(z, inputs):\n" + "\n".join("    " + line for line in body) + "\n"
     layouts = {node.name: value.layout for node, value in e.env.items() if isinstance(value, Packed)}
     return Lowered(source, e.constants, outputs, sizes, columns, e.alone, layouts, e.random, bool(e.counted))
