@@ -426,8 +426,7 @@ class Backward:
 
     def _one(self, phase: Phase, k: int, s: int, views: GradientViews) -> None:
         """A step that Python runs."""
-        compiled, n = phase.compiled[s], int(phase.plan.step_rows[k])
-        assert compiled is not None
+        compiled, n = phase.operation(k), int(phase.plan.step_rows[k])
         grads = views.reads(k, n)
         if is_constant(compiled.signature):
             if grads:
@@ -462,8 +461,6 @@ class Backward:
     def _give_constants(self, phase: Phase, s: int, at: int, n: int, grad: torch.Tensor | None) -> None:
         if grad is None:
             return
-        compiled = phase.compiled[s]
-        assert compiled is not None
         payload = phase.program.constants[s]
         plan = phase.plan  # rows are counted over all phases: the phase's first constant is the payload's
         first = at - int(plan.step_offset[plan.step_signature == s].min())

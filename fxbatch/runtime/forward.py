@@ -163,10 +163,8 @@ class NativeSteps(NamedTuple):
         return int(extension.backward(self.programs, self.room, self.columns, first, last))
 
     def _named(self, k: int, kind: str) -> AbstractContextManager[object]:
-        plan = self.phase.plan
-        compiled = self.phase.compiled[int(plan.step_signature[k])]
-        assert compiled is not None
-        return named_step(compiled.signature.name, int(plan.step_rows[k]), kind)
+        name = self.phase.operation(k).signature.name
+        return named_step(name, int(self.phase.plan.step_rows[k]), kind)
 
 
 def native_steps_of(
