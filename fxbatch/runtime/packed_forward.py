@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,7 @@ from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.lower import DENSE, WHOLE
 from fxbatch.ragged.packed_function import PackedFunction, PackedMinibatch
 from fxbatch.ragged.symbolic import MOST_SIZES, NoPackedForm, WithoutPlainSizes
-from fxbatch.runtime.argument_objects import (
-    Instance,
-    Opened,
-    TensorColumns,
-    closed,
-    named,
-    opened,
-)
+from fxbatch.runtime.argument_objects import Instance, Opened, TensorColumns, closed, named, opened
 from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import gather
@@ -188,8 +181,8 @@ class PackedForward:
     def _columns(self, fn: object, instances: Sequence[Instance]) -> _Columns | None:
         """The instances as columns; None where they are not alike."""
         if isinstance(instances, TensorColumns):
-            plain, spec = _tensors_alone(len(instances.columns))
-            return _alike([list(c) for c in instances.columns], plain, spec)
+            plain = (_TENSOR,) * len(instances.columns)
+            return _alike([list(c) for c in instances.columns], plain, tree_flatten((plain, {}))[1])
         once = bool(self.options.shared)
         args, kwargs = instances[0]
         if self.unlike > MOST_UNLIKE:
@@ -327,16 +320,14 @@ class PackedForward:
                 chosen = places.tolist()
                 if variant_or_none is None:
                     family.alone += len(chosen)
+                    some_instances = [instances[i] for i in chosen]
                     with bodies:
-                        results_of_some = [
-                            fn(*args, **kwargs) for args, kwargs in map(instances.__getitem__, chosen)
-                        ]
+                        results_of_some = [fn(*args, **kwargs) for args, kwargs in some_instances]
                 else:
                     some = [[column[i] for i in chosen] for column in columns.tensors]
                     theirs = [s[places] for s in sizes]
-                    results_of_some = _separate(
-                        variant_or_none, *self._packed(variant_or_none, some, theirs, shared)
-                    )
+                    outputs, z = self._packed(variant_or_none, some, theirs, shared)
+                    results_of_some = _separate(variant_or_none, outputs, z)
                 for i, result in zip(chosen, results_of_some, strict=True):
                     results[i] = result
         return gather(results, out)
@@ -372,28 +363,22 @@ def example_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
 
 
+@dataclass(eq=False)
 class _Body:
     """The forward as a function of flat lists of tensors: an instance's, then the shared operands."""
 
-    def __init__(
-        self,
-        fn: Any,
-        root: torch.nn.Module,
-        names: list[str],
-        kind: _Kind,
-        plain: tuple[object, ...],
-        count: int,
-    ) -> None:
-        self.fn = fn
-        self.names = names
-        self.kind = kind
-        self.plain = plain
-        self.count = count
+    fn: Any
+    root: InitVar[torch.nn.Module]
+    names: list[str]
+    kind: _Kind
+    plain: tuple[object, ...]
+    count: int
+    spec: TreeSpec | None = None
+    trackers: dict[str, torch.Tensor] | None = None  # counters of BatchNorm layers that are in training
+
+    def __post_init__(self, root: torch.nn.Module) -> None:
         self.twins: Twins = {}
         self.twin = structural_twin(root, self.twins)
-        self.spec: TreeSpec | None = None
-        # Counters of BatchNorm layers that are in training.
-        self.trackers: dict[str, torch.Tensor] | None = None
 
     def once(self, tensors: Sequence[torch.Tensor], shared: Sequence[torch.Tensor]) -> object:
         """The forward's own result."""
@@ -558,11 +543,6 @@ def _named(spec: TreeSpec) -> tuple[object, ...] | None:
             return None
         members += inner
     return tuple(members)
-
-
-def _tensors_alone(count: int) -> tuple[tuple[object, ...], TreeSpec]:
-    plain = (_TENSOR,) * count
-    return plain, tree_flatten((plain, {}))[1]
 
 
 def _alike(
