@@ -55,17 +55,15 @@ class Results:
                 self.specs.append(None)
             elif type(result) in (tuple, list) and is_flat(result):
                 self.leaves.append(list(result))
-                self.specs.append(self.rows.get((type(result), len(result))) or self._row(result))
+                key = type(result), len(result)
+                if key not in self.rows:
+                    self.rows[key] = tree_flatten(result)[1]
+                self.specs.append(self.rows[key])
             else:
                 leaves, spec = tree_flatten(result)
                 self.leaves.append(leaves)
                 self.specs.append(spec)
                 self._look_into(leaves)
-
-    def _row(self, result: Sequence[object]) -> TreeSpec:
-        """The structure of a plain list or tuple."""
-        spec = self.rows[type(result), len(result)] = tree_flatten(result)[1]
-        return spec
 
     def _look_into(self, leaves: Sequence[object]) -> None:
         for leaf in leaves:
