@@ -47,9 +47,8 @@ class _Unread:
     def _refuse(self, *args: object) -> Any:
         raise TypeError("it reads an attribute that its code does not name")
 
-    __bool__ = __len__ = __iter__ = __str__ = __repr__ = __eq__ = __hash__ = __int__ = __float__ = (
-        __index__
-    ) = _refuse
+    __bool__ = __len__ = __iter__ = __str__ = __repr__ = __eq__ = __hash__ = _refuse
+    __int__ = __float__ = __index__ = _refuse
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = _refuse
     __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __contains__ = __call__ = __getattr__ = _refuse
 
@@ -236,12 +235,9 @@ class TensorColumns(Sequence[Instance]):
         if len(head) != 1:
             return None
         for c in columns:
-            if (
-                type(c) not in _LISTS
-                or not c
-                or type(c[0]) is not torch.Tensor
-                or set(map(type, c)) != _TENSORS
-            ):
+            if type(c) not in _LISTS or not c or type(c[0]) is not torch.Tensor:
+                return None
+            if set(map(type, c)) != _TENSORS:
                 return None
         return TensorColumns(head, columns) if len(set(map(len, columns))) == 1 else None
 

@@ -124,10 +124,8 @@ def take_results(run: Run, requests: Sequence[np.ndarray]) -> list[torch.Tensor]
         reached = [_reached(run, values, inputs) for values in requests] if hooked else []
         if any(hooked & reached_values.keys() != hooked & reached[0].keys() for reached_values in reached):
             run.lasting = True  # each result goes backward by itself: a loss may depend on some of them alone
-            return [
-                _attached(run, [values], reached_values)[0]
-                for values, reached_values in zip(requests, reached, strict=True)
-            ]
+            pairs = zip(requests, reached, strict=True)
+            return [_attached(run, [values], inputs_of)[0] for values, inputs_of in pairs]
         inputs = _reached(run, np.concatenate(requests), inputs)
     return _attached(run, requests, inputs)
 

@@ -308,9 +308,8 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
 class GradientTemplate:
     """Everything in a backward pass that depends on the operations alone, and not on the minibatch."""
 
-    kinds: (
-        Kinds  # of the arenas of gradients, and of the rows that steps make for the gradients of parameters
-    )
+    # Of the arenas of gradients, and of the rows that steps make for the gradients of parameters.
+    kinds: Kinds
     arenas: int
     first_of: dict[CompiledOperation, int]  # the first array of each operation that makes such rows
     made_by: np.ndarray  # int64: which of these operations makes the rows of each array after the arenas
@@ -443,12 +442,9 @@ class Backward:
         if compiled.backward is None:
             return
         step, extra = views.forward[k], views.extra(compiled, k, n)
-        wide = [
-            t if size == 1 else t.view(n, size, *t.shape[1:])
-            for t, size in zip(
-                written, [len(compiled.layout.groups[g]) for g in compiled.grad_groups], strict=True
-            )
-        ]
+        sizes = [len(compiled.layout.groups[g]) for g in compiled.grad_groups]
+        pairs = zip(written, sizes, strict=True)
+        wide = [t if size == 1 else t.view(n, size, *t.shape[1:]) for t, size in pairs]
         begun = stopwatch.now() if compiled.is_late else 0.0
         with named_step(compiled.signature.name, n, "backward"):
             of_operands = compiled.backward(step, grads, wide, extra, self.run.planner.workspace())
@@ -505,9 +501,8 @@ class GradientViews:
     def __init__(self, phase: Phase, memory: Memory, rows: GradientRows, plan: GradientPlan, p: int) -> None:
         self._phase, self._rows, self._plan, self._p = phase, rows, plan, p
         self.forward: StepViews = phase.views_in(memory)  # what forward read, wrote and kept
-        self._indices: dict[
-            torch.device, tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # and bags: two copies a device
+        # And bags: two copies a device.
+        self._indices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def extra(self, compiled: CompiledOperation, k: int, n: int) -> list[torch.Tensor]:
         """The rows that a step makes for the gradients of parameters."""

@@ -20,7 +20,6 @@ the shared operands, each once. Row indices are buffers. So it can be differenti
 from __future__ import annotations
 
 import functools
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -210,18 +209,12 @@ NO_NEEDS = Needs((), np.zeros(0, dtype=bool), (np.zeros(0, dtype=np.int64),) * 2
 
 def forward_operations(planner: Planner, program: Program) -> OperationSet:
     """The operations without backward graphs: autograd differentiates their forward graphs."""
-    compiled = tuple(
-        planner.operations.get(
-            s,
-            ((False,) * len(s.inputs), (False,) * len(s.shared)),
-            [x.resolve() for x in s.shared],
-            autograd=True,
-        )
-        if called
-        else None
-        for s, called in zip(program.signatures, survey(program).present, strict=True)
-    )
-    return planner.operation_set(program, compiled)
+    compiled: list[CompiledOperation | None] = []
+    for s, called in zip(program.signatures, survey(program).present, strict=True):
+        needs = (False,) * len(s.inputs), (False,) * len(s.shared)
+        shared = [x.resolve() for x in s.shared] if called else []
+        compiled.append(planner.operations.get(s, needs, shared, autograd=True) if called else None)
+    return planner.operation_set(program, tuple(compiled))
 
 
 def _caller(compiled: Sequence[CompiledOperation | None]) -> CallStep:
@@ -365,9 +358,8 @@ class _ProxySteps:
         node.name = _identifier(f"b{self._calls}_{signature.name}")
         node.meta.update(signature=signature, rows=n)
         self._calls += 1
-        outputs: list[Any] = [
-            operator.getitem(fx.Proxy(node, self.tracer), j) for j in range(len(signature.outputs))
-        ]
+        result: Any = fx.Proxy(node, self.tracer)
+        outputs = [result[j] for j in range(len(signature.outputs))]
         return outputs if signature.modes.grad else [x.detach() for x in outputs]  # called in no_grad
 
     def finish(self, results: Sequence[fx.Proxy]) -> fx.GraphModule:

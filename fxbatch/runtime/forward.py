@@ -45,12 +45,10 @@ class Phase:
     needs: Needs
     operations: OperationSet
     whole_plan: WholePlan | None = None  # with all known of values; None where other phases share them
-    tapes: dict[int, list[object]] = field(
-        default_factory=dict
-    )  # step -> what a call-by-call operation keeps
-    read: Sequence[
-        tuple[torch.Tensor, int]
-    ] = ()  # what backward reads, with versions, where it may come late
+    # Step -> what a call-by-call operation keeps.
+    tapes: dict[int, list[object]] = field(default_factory=dict)
+    # What backward reads, with versions, where it may come late.
+    read: Sequence[tuple[torch.Tensor, int]] = ()
     views: StepViews | None = None  # of its last run, where no other phase moves the memory
 
     @property
@@ -304,11 +302,8 @@ def _fill(phase: Phase, memory: Memory, k: int, *, native: bool) -> int:
     first, n = plan.step_offset.item(k), plan.step_rows.item(k)
     if phase.whole_plan is None:  # rows are counted over all phases
         first -= memory.calls(phase.operation(k)) - len(payload)
-    place = (
-        memory.row_place(signature.outputs[0], plan.block_start.item(plan.first_block.item(k)))
-        if native
-        else 0
-    )
+    start = plan.block_start.item(plan.first_block.item(k))
+    place = memory.row_place(signature.outputs[0], start) if native else 0
     rows = functools.partial(phase.rows_of_output, memory, k, 0)
     fill_constants(rows, place, signature, payload, first, n, plan.constant_order[s])
     return 0

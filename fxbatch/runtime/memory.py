@@ -461,11 +461,9 @@ def _host_column(
     """Tensors on the CPU without dimensions, or of one integer, as an array of their type, which takes half the time of
     stacking them; None for all others."""
     kind = signature.outputs[0]
-    if (
-        (kind.shape and not holds_integer(kind))
-        or kind.device.type != "cpu"
-        or signature.operation.kind == "number"
-    ):
+    if (kind.shape and not holds_integer(kind)) or kind.device.type != "cpu":
+        return None
+    if signature.operation.kind == "number":
         return None
     dtype = _NUMPY.get(kind.dtype)
     if dtype is None:

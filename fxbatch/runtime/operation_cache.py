@@ -166,9 +166,8 @@ class CompiledOperation:
         every = frozenset(range(len(self.signature.shared)))
         if graphs is None or graphs.backward is None or graphs.parameters is None:
             return tuple(every for _ in outputs)
-        sources = _made_of(graphs.backward, [frozenset([j]) for j in graphs.grad_outputs])[
-            len(graphs.grad_groups) :
-        ]
+        made_by_backward = _made_of(graphs.backward, [frozenset([j]) for j in graphs.grad_outputs])
+        sources = made_by_backward[len(graphs.grad_groups) :]
         none: frozenset[int] = frozenset()
         read = [sources[ref.index] if ref.kind == "extra" else none for ref in graphs.parameter_inputs]
         of = dict(zip(graphs.grad_shared, _made_of(graphs.parameters, read), strict=True))
@@ -317,13 +316,11 @@ class OperationCache:
     ) -> CompiledOperation:
         """The compiled operation, made now if it is new; one that runs call by call, for now, if it is `late`, may not
         be built, or is of more than `most` calls."""
-        state = tuple(
-            [
-                (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
-                for t in shared
-            ]
-        )
-        named = tuple(options.items())
+        forms = [
+            (t.shape, t.stride(), t.dtype, t.device) if t.layout is torch.strided else (t.shape, t.layout)
+            for t in shared
+        ]
+        state, named = tuple(forms), tuple(options.items())
         key = signature, needs, state, late, named
         compiled = self._entries.get(key)
         if compiled is not None:

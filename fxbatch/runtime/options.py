@@ -46,11 +46,7 @@ def _values(kind: object) -> tuple[object, ...]:
     """The values of a type, where it has few; () where it has many."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    parts = (
-        [_values(x) for x in get_args(kind)]
-        if get_origin(kind) is UnionType or get_origin(kind) is Union
-        else []
-    )
+    parts = [_values(x) for x in get_args(kind)] if get_origin(kind) in (UnionType, Union) else []
     return (True, False) if kind is bool else tuple(x for part in parts for x in part) if all(parts) else ()
 
 
@@ -79,9 +75,8 @@ class Options:
     return_exceptions: bool = False
     verify: bool = False
     compile: bool | str | Callable[..., object] = False
-    compile_options: tuple[
-        tuple[str, object], ...
-    ] = ()  # `mode`, `options`, Inductor's configuration by name
+    # `mode`, `options`, Inductor's configuration by name.
+    compile_options: tuple[tuple[str, object], ...] = ()
     native: bool = True
     check: int = 0
     check_gradients: bool = False

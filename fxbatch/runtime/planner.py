@@ -85,13 +85,8 @@ class Planner:
         self.met = MetSignatures()
         self.queue = BuildQueue()
         self.structures = StructureCache()
-        chosen = [
-            "eliminate_dead",
-            "unstack_rows",
-            "unstack_sums",
-            *(["fuse"] if options.fuse else []),
-            *deduplication(options),
-        ]
+        chosen = ["eliminate_dead", "unstack_rows", "unstack_sums"]
+        chosen += ["fuse"] * options.fuse + deduplication(options)
         self.rewrites = Pipeline(chosen, verify=options.verify)
         self.compile_options = CompileOptions.of(options.compile, options.compile_options)
         if options.mode == "unrolled" and self.compile_options is not None:
@@ -146,9 +141,8 @@ class Planner:
             if not late:
 
                 def build(seconds: float) -> None:
-                    self.compiled(
-                        signature, needs, shared, grad, most=max(SMALL, int(seconds / SECONDS_A_CALL))
-                    )
+                    calls = max(SMALL, int(seconds / SECONDS_A_CALL))
+                    self.compiled(signature, needs, shared, grad, most=calls)
 
                 self.queue.put((signature, needs), compiled, build)
         elif compiled.reason and signature.operation.kind == "graph":
@@ -252,11 +246,9 @@ class Planner:
 
         def make() -> tuple[Schedule, WholePlan]:
             steps, needs = self.schedule(program) if schedule is None else schedule, template.needs.outputs
-            return steps, plan_whole(
-                program, steps, operations.slots, operations.arrays.table, needs, reuse=reuse
-            )
+            slots, table = template.operations.slots, template.operations.arrays.table
+            return steps, plan_whole(program, steps, slots, table, needs, reuse=reuse)
 
-        operations = template.operations
         key = PlanKey(program, template, reuse)
         # Its columns are about as long as the program's.
         return self.structures.get("plan", key, make, 4 * key.bytes, may_be_rare=True)

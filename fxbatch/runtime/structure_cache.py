@@ -136,9 +136,8 @@ class OperationSet:
         """The set for a program's signatures."""
         slots = Slots(program, [None if c is None else c.layout for c in compiled])
         arrays = Arrays.of(program.types, compiled)
-        return OperationSet(
-            compiled, slots, arrays, *[PointerTable.of(arrays, backward=b) for b in (False, True)]
-        )
+        forward, backward = [PointerTable.of(arrays, backward=b) for b in (False, True)]
+        return OperationSet(compiled, slots, arrays, forward, backward)
 
     @functools.cached_property
     def read_back(self) -> list[tuple[Signature, int]]:
@@ -194,9 +193,8 @@ class Family:
             self.places.append(tuple(places[operand.key] for operand in mine))
         self.keys = [operand.key for operand in operands]
         self.operands = operands
-        self.called = [
-            (s, mine) for s, mine, n in zip(program.signatures, self.places, self.present, strict=True) if n
-        ]
+        places_of = zip(program.signatures, self.places, self.present, strict=True)
+        self.called = [(s, mine) for s, mine, n in places_of if n]
         self._types: Types = Types(())
 
     def resolve(self, operands: Operands) -> list[torch.Tensor]:
@@ -238,13 +236,10 @@ class BackwardNeeds:
         outputs = tuple(() if c is None else (0,) if is_constant(c.signature) else takes(c) for c in chosen)
         idle = [not o and (c is None or not c.extra_types) for o, c in zip(outputs, operations, strict=True)]
         batched = [c for c in chosen if c is not None and takes(c) and c.graphs is not None]
-        return BackwardNeeds(
-            tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen),
-            outputs,
-            tuple(reversed(batched)),
-            np.array(idle, dtype=np.int64),
-            any(c.is_selective for c in batched),
-        )
+        groups = tuple(c.grad_groups if c is not None and takes(c) else () for c in chosen)
+        selective = any(c.is_selective for c in batched)
+        running = tuple(reversed(batched))
+        return BackwardNeeds(groups, outputs, running, np.array(idle, dtype=np.int64), selective)
 
 
 def takes(compiled: CompiledOperation) -> tuple[int, ...]:
