@@ -39,8 +39,8 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
     target: Operator = NODES.get(node.target, node.target)
 
     def run(*tensors: torch.Tensor) -> object:
-        given = iter(tensors)
-        args, kwargs = tree_unflatten([next(given) if isinstance(x, Packed) else x for x in leaves], spec)
+        operands = iter(tensors)
+        args, kwargs = tree_unflatten([next(operands) if isinstance(x, Packed) else x for x in leaves], spec)
         return target(*args, **kwargs)
 
     dims = tuple(0 if v.layout == DENSE else None for v in values)
