@@ -21,16 +21,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import fxbatch
 from fxbatch.caches import cached
 from fxbatch.errors import TraceError
 from fxbatch.signature import Numbers
 from fxbatch.trace.user_line import user_line
 from fxbatch.trace.values import Value
 
-_TORCH, _OURS = (os.path.join(os.path.dirname(m.__file__ or ""), "") for m in (torch, fxbatch))
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_TURNS = os.path.join(os.path.dirname(__file__), "minibatch.py")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MOST = 4096  # tests that are taken to pass before they are looked at: code may go on until one fails
-_TURNS = os.path.join(_OURS, "trace", "minibatch.py")
 
 
 class AssumptionError(TraceError):

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(_fast is None, reason="greenlets are used again 
 
 
 class Seen:
-    """What instances have seen: an object, so that they may wait."""
+    """What instances have seen: an object with slots, which is not looked into, so that they may wait."""
+
+    __slots__ = ("found",)
 
     def __init__(self) -> None:
         self.found: list[Any] = []
