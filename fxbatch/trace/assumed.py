@@ -24,7 +24,7 @@ import torch
 from fxbatch.caches import cached
 from fxbatch.errors import TraceError
 from fxbatch.signature import Numbers
-from fxbatch.trace.user_line import user_line
+from fxbatch.trace.user_line import UserPlace, line_of, user_place
 from fxbatch.trace.values import Value
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
@@ -34,7 +34,7 @@ _MOST = 4096  # tests that are taken to pass before they are looked at: code may
 
 
 class AssumptionError(TraceError):
-    """A test that was taken to pass does not, or something else failed before it was looked at (else). error: what the
+    """A test that was taken to pass does not (fails), or something else failed before it was looked at. error: what the
     call raises where nothing says more."""
 
     def __init__(self, error: Exception, *, fails: bool) -> None:
@@ -47,13 +47,14 @@ class _Test(NamedTuple):
     answer: bool  # what it was taken to be
     kind: type[Exception]
     instance: int
-    line: str
+    place: UserPlace
 
 
 class Assumed:
-    """The tests of one recording that were taken to pass."""
+    """The tests of one recording that were taken to pass. first: the number of its first instance, in messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
+        self.first = first
         self.tests: list[_Test] = []
 
     def answer(self, v: Value, instance: int, caller: FrameType) -> bool | None:
@@ -61,7 +62,7 @@ class Assumed:
         test = _test_of(caller.f_code, caller.f_lasti)
         if test is None or v.numel() != 1 or len(self.tests) >= _MOST or _may_be_caught(caller):
             return None
-        self.tests.append(_Test(v.id, *test, instance, user_line()))
+        self.tests.append(_Test(v.id, *test, self.first + instance, user_place()))
         return test[0]
 
     def with_values(self, others: np.ndarray) -> np.ndarray:
@@ -76,7 +77,9 @@ class Assumed:
             while type(number) is list:
                 (number,) = number
             if bool(number) is not test.answer:
-                error = test.kind(f"a test fails for which the instances did not wait ({test.line})")
+                error = test.kind(
+                    f"a test fails for which the instances did not wait ({line_of(test.place)})"
+                )
                 error.add_note(f"fxbatch: in instance {test.instance} of the minibatch")
                 raise AssumptionError(error, fails=True)
 

@@ -184,7 +184,7 @@ def record_minibatch(
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances), recalls=True)
     recorder.watches_operands = runs_now
-    recorder.assumed = Assumed() if assumes else None
+    recorder.assumed = Assumed(first) if assumes else None
     recorder.copies = {} if runs_now else None
     if changes is not None:
         recorder.changes.watch(instances)
