@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Categorical, Normal
+from torch.distributions import Categorical, Distribution, Normal
 
 import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch, Trial
 from fxbatch.trace.minibatch import Turns
 from tests.trace.asserting import Asserts, Falls, Takes, WritesAfter
+
+
+@pytest.fixture(autouse=True)
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile turns them off for the process."""
+    monkeypatch.setattr(Distribution, "_validate_args", True)
 
 
 class Policy(nn.Module):
