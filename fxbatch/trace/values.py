@@ -709,7 +709,7 @@ def place_in(shape: Sequence[int], index: object) -> tuple[int, ...] | None:
 
 
 def place_within(shape: Sequence[int], index: object) -> tuple[tuple[int, ...], int] | None:
-    """`place_in` of `x[:, t]`, `x[t, :]` and `x[:, t, ...]` as well, where the first dimensions have one element; and
+    """`place_in` of `x[:, t]` and `x[:, t, ...]` as well, where the first dimensions have one element; and
     how many of these the row has. None for other indices."""
     if type(index) is not tuple:
         place = place_in(shape, index)
@@ -720,7 +720,9 @@ def place_within(shape: Sequence[int], index: object) -> tuple[tuple[int, ...], 
     ones = 0
     while ones < end and is_whole(index[ones]) and shape[ones] == 1:
         ones += 1
-    place = place_in(shape[ones:], index[ones:end]) if len(index) <= len(shape) else None
+    if len(index) > len(shape) or (end < len(index) and not ones):  # `x[t, :]` is a call like others
+        return None
+    place = place_in(shape[ones:], index[ones:end])
     return None if place is None else ((0,) * ones + place, ones)
 
 
