@@ -40,7 +40,6 @@ CACHES = {
     "tensor types": Kind("shape, dtype, device", 65536, "process"),
     "argument functions": Kind("text", 4096, "process"),
     "pass-through signatures": Kind("tensor type", 4096, "process"),
-    "tests that only raise": Kind("code, instruction", 4096, "process"),
     "sizes of integers": Kind("number", 1024, "process"),
     "data classes": Kind("class, weakly", 4096, "process"),
     "files of code": Kind("file, module", 4096, "process"),

@@ -199,7 +199,7 @@ def _record(
         engine = Engine(chosen, owner if isinstance(owner, torch.nn.Module) else None)
     run = Run(engine, grad=torch.is_grad_enabled())
     run.phases_timed = Timing(1)
-    recording = recorded.forward_of(lambda: engine.record(autobatched.fn, instances, run))
+    recording = recorded.forward_of(lambda: engine.record(autobatched.fn, instances, run, checks=True))
     found = Results(recording.results)
     if recording.held is not None:
         recording.held.abandon()

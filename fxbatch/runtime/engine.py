@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import forward_mode, inside_functorch, memory_is_real, without_saved_tensor_hooks
-from fxbatch.trace.assumed import AssumptionError
 from fxbatch.trace.constants import IntegerColumn, sources_of, versions_of
 from fxbatch.trace.held import Renumber, Take
 from fxbatch.trace.minibatch import Recording, record_minibatch
@@ -41,8 +40,6 @@ from fxbatch.trace.module_state import known_model
 from fxbatch.trace.state import modes_now, plain_tensors, still_hold
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.traces import Trace
-
-T = TypeVar("T")
 
 
 class Engine(Planner):
@@ -100,33 +97,19 @@ class Engine(Planner):
         """Record all instances, run what is pending, put the results together. run: a new one, where what it ran is to
         be looked at. first: the number of the first instance in the minibatch. trial: how many instances are begun;
         where these are not all, the results are a list."""
-
-        def attempt(assumes: bool) -> object:
-            execution = self.execution() if run is None else run
-            recording = self.record(fn, instances, execution, first=first, trial=trial, assumes=assumes)
-            return self.finish(
-                execution, recording, out if len(recording.results) == len(instances) else "list"
-            )
-
-        return self._assuming(attempt, trial) if run is None else attempt(False)
+        run = self.execution() if run is None else run
+        recording = self.record(fn, instances, run, first=first, trial=trial, checks=True)
+        return self.finish(run, recording, out if len(recording.results) == len(instances) else "list")
 
     def call_with_reasons(
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str, trial: Trial | None
     ) -> tuple[object, Callable[[], list[str]]]:
         """`call`, and what gives the reasons why it took as long as it did."""
-
-        def attempt(assumes: bool) -> tuple[object, Run, Recording, Timing, Timing]:
-            run, recording, finishing = self.execution(), Timing(1), Timing(1)
-            run.phases_timed = Timing(1)
-            recorded = recording.forward_of(
-                lambda: self.record(fn, instances, run, trial=trial, assumes=assumes)
-            )
-            structure = out if len(recorded.results) == len(instances) else "list"
-            result = finishing.forward_of(lambda: self.finish(run, recorded, structure))
-            return result, run, recorded, recording, finishing
-
-        result, run, recorded, recording, finishing = self._assuming(attempt, trial)
-        assert run.phases_timed is not None
+        run, recording, finishing = self.execution(), Timing(1), Timing(1)
+        run.phases_timed = Timing(1)
+        recorded = recording.forward_of(lambda: self.record(fn, instances, run, trial=trial, checks=True))
+        out = out if len(recorded.results) == len(instances) else "list"
+        result = finishing.forward_of(lambda: self.finish(run, recorded, out))
         phases = [phase for part in (*run.segments, run) for phase in part.phases]
         executed = run.phases_timed.forward
         step = recording.forward + finishing.forward
@@ -137,20 +120,6 @@ class Engine(Planner):
             return [*reasons(phases, recorded.statistics, fn), *filter(None, (statement, share))]
 
         return result, why
-
-    def _assuming(self, attempt: Callable[[bool], T], trial: Trial | None) -> T:
-        """What an attempt gives that takes tests to pass. Where one may not, what the minibatch raises that is recorded
-        anew with waits: it gives no results, as instances may have changed what they were given."""
-        try:
-            return attempt(not self.options.return_exceptions)
-        except AssumptionError as failed:
-            assumption = failed
-        if assumption.again:
-            if trial is not None:
-                trial.begun = None
-            with suppress(TraceError) if assumption.fails else nullcontext():
-                attempt(False)
-        raise assumption.error
 
     def build_waiting(self) -> int:
         """Build some of what runs call by call. How much was built."""
@@ -166,11 +135,12 @@ class Engine(Planner):
         ahead: bool = False,
         first: int = 0,
         trial: Trial | None = None,
-        assumes: bool = False,
+        checks: bool = False,
     ) -> Recording:
         """Run the user's forward on each instance, recording; `run` executes what instances wait for.
 
-        ahead: the last phase runs later, with parameters that may be others by then.
+        ahead: the last phase runs later, with parameters that may be others by then. checks: nobody waits for argument
+        checks of torch.distributions; `finish` looks at them.
         """
         table, may_loop = self.table_for_recording(), self.may_loop
         if run.blocks is None and not run.lasting and not ahead:
@@ -188,7 +158,7 @@ class Engine(Planner):
                 changes=self.changes if may_loop else None,
                 may_loop=may_loop,
                 may_begin=None if trial is None else trial.may_begin,
-                assumes=assumes,
+                checks=checks and not self.options.return_exceptions,
             )
         self.changes = recording.changed or recording.recorder.changes.seen
         if recording.changed and may_loop:
@@ -201,18 +171,18 @@ class Engine(Planner):
     def finish(self, run: Run, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         recorder = recording.recorder
-        tests = recorder.assumed
+        checks = recorder.checks
         try:
             leaves = Results(recording.results, recording.held)
-            values = leaves.values if tests is None else tests.with_values(leaves.values)
+            values = leaves.values if checks is None else checks.with_values(leaves.values)
             program = recorder.final_program(values)
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
                 renumber = run.finish(after_packed_calls(run, program), values)
-            recorder.verify(lambda ids: run.numbers(renumber(np.array(ids)).tolist()))
+            if checks is not None and checks.pending:
+                checks.verify(lambda ids: run.numbers(renumber(np.array(ids)).tolist()))
             result = self.assemble(run, leaves, renumber, out)
         except Exception as error:
-            untested = tests is not None and tests.tests and not isinstance(error, TraceError)
-            failed = AssumptionError(error, fails=False) if untested else error
+            failed = error if checks is None else checks.before(error)
             recorder.refuse(failed, may_loop=self.may_loop)
             if failed is error:
                 raise

@@ -36,7 +36,7 @@ from fxbatch.errors import TraceError
 from fxbatch.ir import Program
 from fxbatch.signature import SMALL, Numbers
 from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
-from fxbatch.trace.assumed import Assumed, AssumptionError
+from fxbatch.trace.argument_checks import ArgumentCheckError, ArgumentChecks
 from fxbatch.trace.bare_parameters import unheard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.held import Held
@@ -164,7 +164,7 @@ def record_minibatch(
     changes: str | None = "",
     may_begin: Callable[[int], bool] | None = None,
     may_loop: bool = False,
-    assumes: bool = False,
+    checks: bool = False,
 ) -> Recording:
     """Call `fn(*args, **kwargs)` for each instance and record what happens.
 
@@ -176,15 +176,14 @@ def record_minibatch(
     change is an error. may_begin: asked with the number of each instance before it is begun; the results are those of
     the instances before the first that may not.
     A TraceError says by `again` whether modules are what they were before. may_loop: a mistake inside fxbatch is one.
-    assumes: tests that only raise are taken to pass (trace/assumed.py); who runs the last phase looks at those that are
-    left then.
+    checks: nobody waits for argument checks of torch.distributions; who runs the last phase looks at those left then.
     """
     if roots is None:
         owner = getattr(fn, "__self__", instances[0][0][0] if instances and instances[0][0] else None)
         roots = (owner,) if isinstance(owner, torch.nn.Module) else ()
     recorder = Recorder(table, roots, len(instances), recalls=True)
     recorder.watches_operands = runs_now
-    recorder.assumed = Assumed(first) if assumes else None
+    recorder.checks = ArgumentChecks(first) if checks else None
     recorder.copies = {} if runs_now else None
     if changes is not None:
         recorder.changes.watch(instances)
@@ -268,10 +267,8 @@ class Turns:
         self.resuming: list[_Parked] = []  # those of the phase that runs: some go on, others still wait
         self.main = greenlet.getcurrent()
         self.modes = self.usual = ThreadModes()  # usual: those of the instance that asked last
-        self.last_numbers: tuple[int, Numbers] = (
-            -1,
-            None,
-        )  # the value of which some were asked last, and these
+        # The value of which some numbers were asked last, and its numbers.
+        self.last_numbers: tuple[int, Numbers] = (-1, None)
         self.context = contextvars.copy_context()
         self.alone = len(instances) == 1
         self.settings = () if self.alone else settings_now()
@@ -301,24 +298,24 @@ class Turns:
             self.recorder.ask = None
 
     def _before(self, error: BaseException) -> BaseException:
-        """This error, or one that says that a test fails which was taken to pass before it."""
-        tests = self.recorder.assumed
-        if (
-            isinstance(error, TraceError)
-            or not isinstance(error, Exception)
-            or tests is None
-            or not tests.tests
-        ):
+        """This error, or that of an argument check that fails before it."""
+        checks = self.recorder.checks
+        if checks is None or not isinstance(error, Exception) or checks.before(error) is error:
             return error
         try:
             with tracing(None), unheard(self.recorder):
-                self.execution.run(self.recorder.pending_program([]))
-                self.recorder.verify(self.execution.numbers)
-        except AssumptionError as failed:
+                self._run_pending()
+        except ArgumentCheckError as failed:
             return failed
-        except Exception:  # noqa: BLE001 - of the calls before a test, maybe of what it would have refused
-            return AssumptionError(error, fails=False)
+        except Exception:  # noqa: BLE001 - of a call before the check, maybe of what it would have refused
+            return checks.before(error)
         return error
+
+    def _run_pending(self) -> None:
+        """Run what is pending, and look at the argument checks."""
+        self.execution.run(self.recorder.pending_program([]))
+        if self.recorder.checks is not None and self.recorder.checks.pending:
+            self.recorder.checks.verify(self.execution.numbers)
 
     def abandon(self) -> None:
         """The recording has failed: what it has written to is as it was."""
@@ -356,8 +353,7 @@ class Turns:
 
     def _answer(self) -> None:
         """Run what is pending; those that go on then have what they wait for."""
-        self.execution.run(self.recorder.pending_program([]))
-        self.recorder.verify(self.execution.numbers)
+        self._run_pending()
         self._give(False, self.execution.read)
         self._give(True, self.execution.numbers)
 
@@ -454,7 +450,7 @@ class Turns:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
             raise TraceError("a value was asked for while its instance was being closed")
-        alike = self.usual.compute_as_now()
+        alike = self.usual.are_those_now()
         if alike and len(values) == 1 and (shown := self._shown(values[0], plain)):
             return shown  # nothing to wait for
         me = greenlet.getcurrent()
@@ -566,8 +562,7 @@ class Turns:
         self.modes.restore()
         try:
             with tracing(None), unheard(self.recorder):
-                self.execution.run(self.recorder.pending_program([]))
-                self.recorder.verify(self.execution.numbers)
+                self._run_pending()
                 read = self.execution.numbers if plain else self.execution.read
                 answer = read([v.id for v in values])
                 self.recorder.settled = self.execution.settled(self.recorder.base)

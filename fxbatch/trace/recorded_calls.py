@@ -15,7 +15,6 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from fxbatch.mistakes import refusal_of
 from fxbatch.signature import Frozen, Numbers
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
-from fxbatch.trace.assumed import Assumed
+from fxbatch.trace.argument_checks import ArgumentChecks
 from fxbatch.trace.bare_parameters import Heard
 from fxbatch.trace.constants import IntegerColumn
 from fxbatch.trace.module_changes import ModuleChanges
@@ -154,7 +153,7 @@ class RecordedCalls(Columns):
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
-    assumed: Assumed | None = None  # tests that are taken to pass; None: none is
+    checks: ArgumentChecks | None = None  # that nobody waits for; None: all are waited for
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     # Parameters and buffers, with version at first sight.
@@ -435,16 +434,14 @@ class RecordedCalls(Columns):
         """A value as Python numbers in nested lists; may suspend the instance."""
         return self._ask([refresh(v)], True)[0]
 
-    def assumed_of(self, v: Value, caller: FrameType) -> bool | None:
-        """What a value is taken to be that this code tests, and looked at later; None where it is to be read."""
-        if self.assumed is None or self.over or self.has_run(v):
-            return None
-        return self.assumed.answer(refresh(v), self.running, caller)
-
-    def verify(self, numbers: Callable[[Sequence[int]], Sequence[Numbers]]) -> None:
-        """Look at the tests that were taken to pass, all of which have run. numbers: gives those of values."""
-        if self.assumed is not None and self.assumed.tests:
-            self.assumed.verify(numbers)
+    def is_argument_check(self, v: Value) -> bool:
+        """Whether a boolean that is asked for is a check of `torch.distributions`, which is looked at later."""
+        if self.checks is None or self.over or not len(sigs := self.sigs) or v._value != self.count - 1:
+            return False
+        if not self.checks.is_one(self.table.signatures[sigs[len(sigs) - 1]]):
+            return False
+        self.checks.add(v, self.running)
+        return True
 
     def _ask(self, values: list[Value], plain: bool) -> list[Any]:
         if self.ask is None:

@@ -159,11 +159,8 @@ class ThreadModes:
         state.recorder = self.recorder
 
     def are_those_now(self) -> bool:
-        """Whether these are the thread's modes; autocast and function modes are taken to differ where there are any."""
-        return self.compute_as_now() and warning_handler() == self.warnings
-
-    def compute_as_now(self) -> bool:
-        """`are_those_now`, but for who receives warnings: inside a call of torch's bindings that is another."""
+        """Whether these are the thread's modes, but for who receives warnings: inside a call of torch's bindings that
+        is another. Autocast and function modes are taken to differ where there are any."""
         if _fast is not None:
             usual = _fast.usual_modes(self.recorder, self.grad)
         else:

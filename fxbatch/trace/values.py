@@ -25,7 +25,6 @@ import copy
 import functools
 import inspect
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
@@ -335,8 +334,7 @@ class Value(torch.Tensor):
         return torch.from_numpy(array)
 
     def __bool__(self) -> bool:
-        assumed = self._recorder.assumed_of(self, sys._getframe(1))
-        return bool(self._one(_REAL)) if assumed is None else assumed
+        return self._recorder.is_argument_check(self) or bool(self._one(_REAL))
 
     def __int__(self) -> int:
         return int(self._one(_WHOLE))

@@ -1,4 +1,4 @@
-"""Tests that only raise, as `torch.distributions` checks arguments: no instance waits, and the error is the loop's."""
+"""Argument checks of `torch.distributions`: no instance waits for one, and one that fails is an error or the loop's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributions import Categorical, Distribution, Normal
 
 import fxbatch
-from fxbatch.runtime.strategy import AdaptiveSwitch, Trial
+from fxbatch.runtime.strategy import AdaptiveSwitch
+from fxbatch.trace.argument_checks import ArgumentCheckError
 from fxbatch.trace.minibatch import Turns
-from tests.trace.asserting import Asserts, Falls, Takes, WritesAfter
 
 
 @pytest.fixture(autouse=True)
@@ -76,17 +76,19 @@ def test_no_instance_waits_for_a_check() -> None:
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_check_that_fails_is_the_loops_error(
-    adaptive: bool, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_a_check_that_fails_is_an_error(adaptive: bool, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default torch's own, from the loop; where all is batched one that names the instance and the line."""
     monkeypatch.setattr(AdaptiveSwitch, "on", True)
     model = Policy()
     good, bad = minibatch([1.0, 0.5, 2.0]), minibatch([1.0, -0.5, 2.0])
     call = fxbatch.autobatch(Policy.forward, adaptive=adaptive)
+    text = r"scale.*to satisfy the constraint"
     with torch.set_grad_enabled(grad):
-        with pytest.raises(ValueError, match=r"scale.*to satisfy the constraint"):
+        with pytest.raises(ValueError, match=text):
             [model(*x) for x in zip(*bad, strict=True)]
-        with pytest.raises(ValueError, match=r"scale.*to satisfy the constraint"):
+        ours = r"an argument of torch.distributions is invalid in instance 1 \(test_argument_checks.py:\d+\)"
+        with pytest.raises(ValueError, match=text if adaptive else ours):
             call(model, *bad)
         found = call(model, *good)
         torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*good, strict=True)]))
@@ -108,17 +110,63 @@ class FailsLater(Policy):
         return loss * {1.0: 1.0, 2.0: 2.0}[width]
 
 
-def test_a_check_that_fails_may_be_caught() -> None:
+@pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+def test_a_check_that_fails_may_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = Catches(), minibatch([1.0, -1.0, 2.0])
-    found, _ = waits(model, given)
+    with pytest.raises(ArgumentCheckError, match="in instance 1"):
+        waits(model, given)
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    found = fxbatch.autobatch(Catches.forward)(model, *given)
     torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
 
 
 def test_a_check_comes_before_what_fails_later() -> None:
-    with pytest.raises(ValueError, match="scale"):
+    with pytest.raises(ValueError, match="in instance 1"):
         waits(FailsLater(), minibatch([1.0, -1.0, 2.0]))
     with pytest.raises(KeyError):
         waits(FailsLater(), minibatch([1.0, 3.0, 2.0]))
+
+
+class Samples(Policy):
+    """Draws by what a check refuses: the kernel fails before the check is looked at."""
+
+    def forward(self, x: torch.Tensor, actions: list[int], width: float) -> torch.Tensor:
+        h = self.cell(x[:1] * width)
+        return Categorical(probs=self.head(h).softmax(-1)).sample().float().sum()
+
+
+def test_a_kernel_that_fails_before_a_check() -> None:
+    with pytest.raises(ValueError, match="argument"):
+        waits(Samples(), minibatch([1.0, float("nan"), 2.0]))
+
+
+def test_results_that_may_be_errors_are_waited_for() -> None:
+    given = minibatch([1.0, -0.5, 2.0])
+    call = fxbatch.autobatch(Policy.forward, adaptive=False, out="list", return_exceptions=True)
+    first, second, third = call(Policy(), *given)
+    assert isinstance(first, torch.Tensor) and isinstance(third, torch.Tensor)
+    assert isinstance(second, ValueError) and "scale" in str(second)
+
+
+class Takes(Policy):
+    """Takes its arguments apart before a check fails."""
+
+    def forward(self, x: torch.Tensor, actions: list[int], width: float) -> torch.Tensor:
+        h = x.new_zeros(1, 4)
+        while actions:
+            h = self.cell(x[:1], h) + actions.pop()
+            h = h + Normal(h, self.scale(h).exp() * width).mean
+        return h.sum()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_instances_that_have_changed_what_they_were_given_give_no_results(
+    adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", adaptive)
+    call = fxbatch.autobatch(Takes.forward, adaptive=adaptive)
+    with pytest.raises(ValueError, match=r"scale|in instance 1"):
+        call(Takes(), *minibatch([1.0, -0.5, 2.0]))
 
 
 def test_checks_are_looked_at_where_an_instance_waits() -> None:
@@ -137,74 +185,5 @@ def test_checks_are_looked_at_where_an_instance_waits() -> None:
         found, count = waits(model, given)
         assert torch.equal(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
         assert count == 4, "of the best ones of the longest"
-        with pytest.raises(ValueError, match="scale"):
+        with pytest.raises(ValueError, match="in instance 1"):
             waits(model, minibatch([1.0, -9.0, 2.0]))
-
-
-def test_asserts_are_not_waited_for() -> None:
-    model, given = Asserts(), minibatch([1.0, 0.5, 2.0])
-    found, count = waits(model, given)
-    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
-    assert count == 0
-    with pytest.raises(AssertionError, match="numbers, not"):
-        waits(model, minibatch([1.0, float("nan"), 2.0]))
-
-
-def test_what_users_raise_is_waited_for() -> None:
-    model, given = Asserts(), minibatch([1.0, 0.5, 2.0])
-    model.ends = True
-    found, count = waits(model, given)
-    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
-    assert count >= 3
-
-
-def test_a_test_is_of_what_its_value_was() -> None:
-    model, given = WritesAfter(), minibatch([1.0, 0.5, 2.0])
-    found, count = waits(model, given)
-    torch.testing.assert_close(found, torch.stack([model(*x) for x in zip(*given, strict=True)]))
-    assert count == 0
-    with pytest.raises(AssertionError):
-        waits(model, minibatch([1.0, float("nan"), 2.0]))
-
-
-def test_a_test_that_fails_gives_no_results_of_another_recording() -> None:
-    model, nan = Takes(), minibatch([1.0, float("nan"), 2.0])
-    with pytest.raises(AssertionError, match="did not wait") as caught:
-        waits(model, nan)
-    assert "asserting.py:" in str(caught.value) and "instance 1" in caught.value.__notes__[0]
-    with pytest.raises(AssertionError):
-        waits(model, (nan[0], [[0], [0], [0]], nan[2]))
-
-
-def test_a_test_within_a_try_is_waited_for() -> None:
-    model = Falls()
-    given = minibatch([1.0, float("nan"), 2.0])
-    expected = [model(x, [*a], w) for x, a, w in zip(*given, strict=True)]
-    found, count = waits(model, given)
-    torch.testing.assert_close(found, torch.stack(expected))
-    assert count == 1
-
-
-def test_results_that_may_be_errors_are_waited_for() -> None:
-    given = minibatch([1.0, float("nan"), 2.0])
-    call = fxbatch.autobatch(Asserts.forward, adaptive=False, out="list", return_exceptions=True)
-    first, second, third = call(Asserts(), *given)
-    assert (
-        isinstance(second, AssertionError)
-        and isinstance(first, torch.Tensor)
-        and isinstance(third, torch.Tensor)
-    )
-
-
-def test_a_trial_that_is_recorded_anew_has_each_instance_once() -> None:
-    """The first attempt ends at an instance, and a test of it fails: the next begins them all."""
-    trial = Trial(1.0, 1.0)
-    call = fxbatch.autobatch(Asserts.forward, adaptive=False, out="list")
-    model, given = Asserts(), minibatch([1.0, float("nan"), 2.0])
-    call(model, *minibatch([1.0, 0.5, 2.0]))
-    (engine,) = model.__dict__["_fxbatch_engines"].values()
-    trial.begun = 2
-    instances = [((model, *x), {}) for x in zip(*given, strict=True)]
-    with pytest.raises(AssertionError):
-        engine.call(Asserts.forward, instances, "list", trial=trial)
-    assert trial.begun is None
