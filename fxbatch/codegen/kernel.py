@@ -446,9 +446,8 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
     plain = [(a.name, str(a.type)) for a in target._schema.arguments]
     begins = node.args[0] if node.args else None
     with_number = isinstance(begins, (int, float)) and word != "pow"
-    if with_number or (
-        word in _REDUCTIONS and "dim" not in dict(plain)
-    ):  # torch's functions take no `out=` there
+    of_all = word in _REDUCTIONS and "dim" not in dict(plain)
+    if with_number or of_all:  # torch's functions take no `out=` there
         return None
     same = any(
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs

@@ -381,6 +381,9 @@ class PackedFunction:
 
     def column(self, output: Packed, tensor: torch.Tensor, z: PackedMinibatch) -> PackedColumn:
         """An output as it is, from which the tensors of the instances are taken when somebody asks for one."""
-        lengths_of = {**dict(zip(self.lowered.lengths, z.lengths, strict=True)), **z.sizes_by_values}
-        lengths = [lengths_of[output.shape[a]] for a in output.axes]
+        sizes_of_output = [output.shape[a] for a in output.axes]
+        lengths = [
+            z.sizes_by_values[e] if e in z.sizes_by_values else z.lengths[self.lowered.lengths.index(e)]
+            for e in sizes_of_output
+        ]
         return PackedColumn(tensor, output.layout, output.axes, lengths, z.n)

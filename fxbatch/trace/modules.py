@@ -472,9 +472,7 @@ def changed_attribute(twins: Twins) -> str:
         for name, value in twin.__dict__.items():
             if name in ("_parameters", "_buffers", "_modules") or (held := before.get(name, twin)) is value:
                 continue
-            parts = in_twins(held, twins)
-            if (
-                parts is held or type(parts) is not type(value) or parts != value
-            ):  # modules are equal to themselves
+            parts = in_twins(held, twins)  # in which a module is equal to itself alone
+            if parts is held or type(parts) is not type(value) or parts != value:
                 return f"its attribute {name!r}"
     return ""
