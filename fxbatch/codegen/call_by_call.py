@@ -162,18 +162,24 @@ class UnbatchedKernel(nn.Module):
         return devices_of(self.signature)
 
     def backward(
-        self, tape: RowTape, grad_outputs: Sequence[torch.Tensor | None], *, keep: bool = False
+        self,
+        tape: RowTape,
+        grad_outputs: Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None],
+        *,
+        keep: bool = False,
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Gradients of the inputs, `[n, *shape]` or None, and of the shared operands, summed over rows.
 
-        keep: the tape may be asked again.
+        grad_outputs: of each `[n, *shape]`, or row by row, with None for those that have none. keep: the tape may be
+        asked again.
         """
         ends: Tensors = []
         starts: Tensors = []
         for column, grads in zip(tape.outputs, grad_outputs, strict=True):
             if grads is not None:
-                rows = zip(column, grads.unbind(0), strict=True)
-                needed = [(x, grad) for x, grad in rows if x.requires_grad]
+                of_rows = grads.unbind(0) if isinstance(grads, torch.Tensor) else grads
+                rows = zip(column, of_rows, strict=True)
+                needed = [(x, grad) for x, grad in rows if grad is not None and x.requires_grad]
                 ends += [x for x, _ in needed]
                 # memory of its own for code of others': as_strided counts from its start
                 may_write = self.signature.only_reads is None

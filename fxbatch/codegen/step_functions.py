@@ -130,12 +130,12 @@ def row_functions(
 
     def backward(
         step: StepMemory,
-        grads: Sequence[torch.Tensor | None],
+        grads: Sequence[torch.Tensor | Sequence[torch.Tensor | None] | None],
         group_grads: Tensors,
         extra: Tensors,
         workspace: Workspace,
     ) -> list[torch.Tensor | None]:
-        of_outputs: list[torch.Tensor | None] = [None] * len(step.outs)
+        of_outputs: list[torch.Tensor | Sequence[torch.Tensor | None] | None] = [None] * len(step.outs)
         for j, gradient in zip(grad_outputs, grads, strict=True):
             of_outputs[j] = gradient
         inputs, shared = kernel.backward(step.saved[0], of_outputs, keep=workspace.keeps_graphs)

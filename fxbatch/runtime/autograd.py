@@ -67,11 +67,43 @@ class MinibatchFunction(torch.autograd.Function):
         return (None, None, None, None, *map(gradients.get, ctx.ids))
 
 
+class RowsApart(torch.autograd.Function):
+    """The rows of a result as tensors of their own. Those that got no gradient are noted: zeros that torch puts in
+    their place would be NaN once they meet what is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, values: np.ndarray, rows: torch.Tensor) -> object:
+        ctx.run, ctx.values = run, values
+        ctx.shape, ctx.dtype, ctx.device = rows.shape[1:], rows.dtype, rows.device
+        ctx.set_materialize_grads(False)
+        return rows.unbind(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
+        without = [v for v, grad in zip(ctx.values.tolist(), grads, strict=True) if grad is None]
+        if without:
+            ctx.run.left_out.update(without)
+            zero = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+            grads = tuple(zero if grad is None else grad for grad in grads)
+        return None, None, torch.stack(grads)  # type: ignore[arg-type]  # there is none without
+
+
+def apart(run: Run, rows: torch.Tensor, values: np.ndarray) -> tuple[torch.Tensor, ...]:
+    """The rows of the result of these values, each a tensor of its own."""
+    if run.blocks is not None or not rows.requires_grad:
+        return rows.unbind(0)
+    return tuple(RowsApart.apply(run, values, rows))
+
+
 def materialise(run: Run, values: Sequence[int]) -> list[torch.Tensor]:
     """The values as real tensors that carry gradients: by one autograd function a type."""
     if run.blocks is not None:
         return [run.rows(np.array([v], dtype=np.int64))[0] for v in values]
-    return run.by_type(values, lambda requests: [t.unbind(0) for t in take_results(run, requests)])
+
+    def take(requests: list[np.ndarray]) -> list[tuple[torch.Tensor, ...]]:
+        return [apart(run, t, v) for t, v in zip(take_results(run, requests), requests, strict=True)]
+
+    return run.by_type(values, take)
 
 
 def mixes_constants(run: Run) -> bool:

@@ -42,6 +42,7 @@ from fxbatch.passes.gradients import (
 from fxbatch.passes.plan import is_constant
 from fxbatch.passes.signature_graph import find_wanted
 from fxbatch.runtime.forward import NativeSteps, Phase, StepViews, native_steps_of, payload_places
+from fxbatch.runtime.leading_rows import LeadingRows, are_finite, has_idle_calls
 from fxbatch.runtime.memory import GradientRows, Kinds, Memory, kinds_of_rows, to_device
 from fxbatch.runtime.operands import (
     FROM_FORWARD,
@@ -75,6 +76,15 @@ class Left(NamedTuple):
     phases: Sequence[Phase]
     memory: Memory
     rows: GradientRows
+    leading: LeadingRows | None = None  # where the others are left out
+
+    def inputs(self, compiled: CompiledOperation) -> tuple[int, list[torch.Tensor]]:
+        """How many rows the parameters' gradients of an operation are made of, and these."""
+        rows = [self.all_rows(compiled, ref) for ref in compiled.parameter_inputs]
+        if self.leading is None:
+            return self.memory.calls(compiled), rows
+        places = self.leading.of_operation(compiled)
+        return len(places), [x.index_select(0, to_device(places, x.device)) for x in rows]
 
     def all_rows(self, compiled: CompiledOperation, ref: Ref) -> torch.Tensor:
         """[N, ...]: the rows of all steps of the operation, in step order."""
@@ -232,8 +242,8 @@ def add_parameter_gradients(
     for compiled in operations:
         if compiled.parameters is None:
             continue
-        n, shared = left.memory.calls(compiled), left.memory.shared[compiled.signature]
-        rows = [left.all_rows(compiled, ref) for ref in compiled.parameter_inputs]
+        shared = left.memory.shared[compiled.signature]
+        n, rows = left.inputs(compiled)
         with named_step(compiled.signature.name, n, "parameter gradients"):
             grads = compiled.parameters(n, (*rows, *shared), (None,) * len(compiled.grad_shared), workspace)
         for position, grad in zip(compiled.grad_shared, grads, strict=True):
@@ -341,7 +351,9 @@ class Backward:
         self.run, self.memory, self.phases = run, run.memory, run.phases
         structures, memory = run.planner.structures, run.memory
         results = requests[0].values if len(requests) == 1 else np.concatenate([g.values for g in requests])
-        self.reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], results)
+        led_to = np.setdiff1d(results, [*run.left_out]) if run.left_out else results
+        run.left_out.clear()
+        self.reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], led_to)
         for phase, leads in zip(self.phases, self.reached, strict=True):
             if leads.any() and any(t._version != version for t, version in phase.read):
                 raise GradientError(
@@ -369,6 +381,8 @@ class Backward:
         self._views: dict[int, GradientViews] = {}
         self.gradients: Gradients = {}
         self.of_rows: Gradients = {}  # of tensors that rows were read of
+        self.idles = has_idle_calls(self.phases, self.reached, self.reaching)
+        self.leading: LeadingRows | None = None  # where gradients of other rows are left out
 
     def write(self, requests: Sequence[Given]) -> None:
         """Put the gradients of the results where the walk reads them."""
@@ -376,16 +390,25 @@ class Backward:
             self.rows.write(g.kind, start, g.grad)
 
     def walk(self) -> None:
-        """All steps in reverse, then the gradients of parameters, into `gradients`. What prepares them comes first, for
-        what C runs goes through more memory than caches hold, and leaves none of Python's code in them."""
-        run, left = self.run, Left(self.phases, self.memory, self.rows)
+        """All steps in reverse, then the gradients of parameters, into `gradients`; once more, step by step, where they
+        come out infinite or NaN and there are rows that lead to no result."""
+        self._walk()
+        if self.idles and not are_finite(self.gradients.values()):
+            self.gradients, self.of_rows = {}, {}
+            self.leading = LeadingRows(self.run, self.reaching)
+            self._walk()
+
+    def _walk(self) -> None:
+        """All steps in reverse. What prepares the gradients of parameters comes first, for what C runs goes through
+        more memory than caches hold, and leaves none of Python's code in them."""
+        run, left = self.run, Left(self.phases, self.memory, self.rows, self.leading)
         workspace = run.planner.workspace()
-        workspace.keeps_graphs = run.lasting or backward_keeps_graph()
+        workspace.keeps_graphs = run.lasting or backward_keeps_graph() or (self.idles and not self.leading)
         phases = range(len(self.phases))
         passed = [self.needs[p].idle.take(self.phases[p].plan.step_signature) for p in phases]
         native: list[NativeSteps | None] = [None] * len(phases)
         kernels = None
-        if run.native:
+        if run.native and self.leading is None:
             asked: Asked = {}
             native = [self._native(p, passed[p], asked) for p in phases]
             kernels = self.template.kernels.fill(left, workspace, run.planner.gradient_memory, asked)
@@ -437,8 +460,12 @@ class Backward:
                 tensor.zero_()
             return
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
+        leads = None if self.leading is None else self.leading.of_step(phase, k)
+        given: Sequence[torch.Tensor | list[torch.Tensor | None] | None] = grads
         if compiled.unbatched is None:
-            grads = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
+            given = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
+        elif leads is not None:
+            given = [None if g is None else _those(g, leads) for g in grads]
         if compiled.backward is None:
             return
         step, extra = views.forward[k], views.extra(compiled, k, n)
@@ -447,7 +474,10 @@ class Backward:
         wide = [t if size == 1 else t.view(n, size, *t.shape[1:]) for t, size in pairs]
         begun = stopwatch.now() if compiled.is_late else 0.0
         with named_step(compiled.signature.name, n, "backward"):
-            of_operands = compiled.backward(step, grads, wide, extra, self.run.planner.workspace())
+            of_operands = compiled.backward(step, given, wide, extra, self.run.planner.workspace())
+        if leads is not None and not leads.all():
+            for tensor in (*wide, *extra):
+                tensor[torch.from_numpy(~leads).to(tensor.device)] = 0
         if compiled.is_late:
             compiled.count_late(stopwatch.now() - begun, n)
         for position, grad in zip(compiled.grad_shared, of_operands or (), strict=False):
@@ -550,6 +580,11 @@ def sum_bags(rows: torch.Tensor, index: torch.Tensor, bags: torch.Tensor) -> tor
         return rows.new_zeros((len(bags), *rows.shape[1:]))
     summed = torch.embedding_bag(table, index, bags, False, 0)[0].view(len(bags), *flat.shape[1:])
     return torch.view_as_complex(summed) if rows.is_complex() else summed
+
+
+def _those(rows: torch.Tensor, flags: np.ndarray) -> list[torch.Tensor | None]:
+    """The rows that are flagged, None in place of the others."""
+    return [row if flag else None for row, flag in zip(rows.unbind(0), flags.tolist(), strict=True)]
 
 
 def _or_zeros(grad: torch.Tensor | None, kind: TensorSpec, n: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
 from fxbatch.ir import Modes, SharedOperand
 from fxbatch.runtime.argument_objects import Instance
-from fxbatch.runtime.autograd import NO_TRANSFORMS, mixes_constants, take_results
+from fxbatch.runtime.autograd import NO_TRANSFORMS, apart, mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
 from fxbatch.runtime.options import Options
 from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
@@ -199,7 +199,8 @@ class Engine(Planner):
         try:
             if out == "stack":
                 return stack(leaves, renumber, take)
-            results = separate(leaves, renumber, take, run.value_needs if run.blocks is None else None)
+            needs = run.value_needs if run.blocks is None else None
+            results = separate(leaves, renumber, take, needs, functools.partial(apart, run))
             return gather(results, out)
         finally:
             if held is not None:

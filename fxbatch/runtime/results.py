@@ -7,7 +7,7 @@ tensor of shape [instances, *shape], or a pytree of them
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ from fxbatch.trace.objects import (
     values_in,
 )
 from fxbatch.trace.values import REQUIRES_GRAD, Value, is_flat
+
+Apart = Callable[[torch.Tensor, np.ndarray], Sequence[torch.Tensor]]
 
 LONGEST = 200  # characters of a structure in a message
 
@@ -173,10 +175,14 @@ def _stack_column(column: Sequence[Any], rows: Iterator[torch.Tensor]) -> object
 
 
 def separate(
-    results: Results, renumber: Renumber, take: Take, needs: np.ndarray | None = None
+    results: Results,
+    renumber: Renumber,
+    take: Take,
+    needs: np.ndarray | None = None,
+    apart: Apart = lambda rows, _: rows.unbind(0),
 ) -> list[object]:
     """A list of per-instance results with real tensors in place of values. needs: whether gradients go through each
-    value of the program, where the run knows."""
+    value of the program, where the run knows; apart: the rows of a result of these values, each a tensor of its own."""
     by_type: dict[object, dict[int, Value]] = {}
     for x in results.all_values():
         kind = id(x._recorder.table), x._type
@@ -187,7 +193,7 @@ def separate(
     requests = [renumber(np.array(list(ids), dtype=np.int64)) for ids in by_type.values()]
     tensors: dict[int, torch.Tensor] = {}
     for values, request, rows in zip(by_type.values(), requests, take(requests), strict=True):
-        parts = rows.unbind(0)
+        parts = apart(rows, request)
         if rows.requires_grad:
             flags = [bool(x._flags & REQUIRES_GRAD) for x in values.values()]
             if needs is not None:
