@@ -68,8 +68,11 @@ def report(error: Exception, what: str, *, verify: bool) -> str:
 
 
 def refusal_of(error: Exception) -> TraceError | None:
-    """A mistake as a reason for the plain loop: an error that PyTorch's operators don't raise, of fxbatch's code, or of
-    PyTorch's that this has called. None for others."""
+    """An error as a reason for the plain loop: a mistake (one that PyTorch's operators don't raise, of fxbatch's code,
+    or of PyTorch's that this has called), and a matrix without factor or inverse, which a forward may catch. None for
+    others."""
+    if isinstance(error, torch.linalg.LinAlgError):
+        return TraceError(f"torch.linalg has raised an error, which the forward may catch: {error}")
     place = _innermost(error.__traceback__, but=(_TORCH,))
     if not isinstance(error, _PYTHONS_OWN) or place is None or not place[0].startswith(_PACKAGE):
         return None

@@ -301,7 +301,10 @@ def let_dynamo_read_torch() -> None:
     """
     from torch._dynamo import trace_rules
 
-    trace_rules.get_torch_obj_rule_map()
+    with contextlib.suppress(
+        ValueError
+    ):  # a stub in sys.modules has no __spec__: nothing can be compiled then
+        trace_rules.get_torch_obj_rule_map()
 
 
 @functools.cache

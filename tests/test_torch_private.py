@@ -6,6 +6,7 @@ import ast
 import ctypes
 import importlib
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,10 @@ def test_tracing_with_sizes_fills_no_cache() -> None:
     graph, env = torch_private.trace_with_sizes(lambda x: (x * 2).sum(0), [torch.randn(3, 2)], [(0,)], {})
     assert [n.op for n in graph.graph.nodes] == ["placeholder", "call_function", "call_function", "output"]
     assert not env.fake_tensor_cache
+
+
+def test_a_stub_of_a_module_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sys.modules["pandas"] = types.ModuleType("pandas")`, as tests do: Dynamo looks at its __spec__."""
+    for name in ("pandas", "tensorflow", "onnx"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    torch_private.let_dynamo_read_torch.__wrapped__()

@@ -45,6 +45,7 @@ from fxbatch.trace.operations import data_of_tensors
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
+_check_errors = aten._linalg_check_errors.default
 _device = torch.ops.prim.device.default  # asked for three times a call
 
 
@@ -185,6 +186,8 @@ class _Recorder(QuietDispatchMode):
         kwargs = kwargs or {}
         if func is aten.lift_fresh.default:  # what may be written to is no constant
             func = aten.lift_fresh_copy.default
+        if func is _check_errors and self._checks(args[0]):
+            return None
         rule = self.rules.get(func)
         if rule is not None:
             with self:
@@ -205,6 +208,19 @@ class _Recorder(QuietDispatchMode):
                 if isinstance(x, torch.Tensor):
                     self.add(operator.getitem, (result_of_call, i), {}, x)
         return value
+
+    def _checks(self, info: torch.Tensor) -> bool:
+        """What gave this `info` raises the error itself: a check that gives nothing would be left out as dead."""
+        place = self.results.get(id(info))
+        item = None if place is None else self.calls[place.index]
+        if item is None or item.target is not operator.getitem or not isinstance(item.args[0], Result):
+            return False
+        index = item.args[0].index
+        call = self.calls[index]
+        if all(x.name != "check_errors" for x in call.target._schema.arguments):
+            return False
+        self.calls[index] = replace(call, kwargs={**call.kwargs, "check_errors": True})
+        return True
 
     def _keep_form(self, x: torch.Tensor) -> None:
         """The call whose value is about to change keeps one of the form that it had."""

@@ -310,6 +310,8 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
         backward = Backward(run, gradients_given)
         backward.write(gradients_given)
         backward.walk()
+        if backward.leaves_out():
+            backward.walk()
         backward.release()
     return backward.gradients
 
@@ -389,16 +391,16 @@ class Backward:
         for g, start in zip(requests, self.plan.request_start, strict=True):
             self.rows.write(g.kind, start, g.grad)
 
-    def walk(self) -> None:
-        """All steps in reverse, then the gradients of parameters, into `gradients`; once more, step by step, where they
-        come out infinite or NaN and there are rows that lead to no result."""
-        self._walk()
-        if self.idles and not are_finite(self.gradients.values()):
-            self.gradients, self.of_rows = {}, {}
-            self.leading = LeadingRows(self.run, self.reaching)
-            self._walk()
+    def leaves_out(self) -> bool:
+        """Whether the gradients are to be made once more, step by step, without those of rows that lead to no result:
+        there are such, and gradients came out infinite or NaN."""
+        if not self.idles or are_finite(self.gradients.values()):
+            return False
+        self.gradients, self.of_rows = {}, {}
+        self.leading = LeadingRows(self.run, self.reaching)
+        return True
 
-    def _walk(self) -> None:
+    def walk(self) -> None:
         """All steps in reverse. What prepares the gradients of parameters comes first, for what C runs goes through
         more memory than caches hold, and leaves none of Python's code in them."""
         run, left = self.run, Left(self.phases, self.memory, self.rows, self.leading)
@@ -461,11 +463,11 @@ class Backward:
             return
         types = [compiled.signature.outputs[j] for j in compiled.grad_outputs]
         leads = None if self.leading is None else self.leading.of_step(phase, k)
-        given: Sequence[torch.Tensor | list[torch.Tensor | None] | None] = grads
+        of_outputs: Sequence[torch.Tensor | list[torch.Tensor | None] | None] = grads
         if compiled.unbatched is None:
-            given = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
+            of_outputs = [_or_zeros(g, t, n) for g, t in zip(grads, types, strict=True)]
         elif leads is not None:
-            given = [None if g is None else _those(g, leads) for g in grads]
+            of_outputs = [None if g is None else _those(g, leads) for g in grads]
         if compiled.backward is None:
             return
         step, extra = views.forward[k], views.extra(compiled, k, n)
@@ -474,7 +476,7 @@ class Backward:
         wide = [t if size == 1 else t.view(n, size, *t.shape[1:]) for t, size in pairs]
         begun = stopwatch.now() if compiled.is_late else 0.0
         with named_step(compiled.signature.name, n, "backward"):
-            of_operands = compiled.backward(step, given, wide, extra, self.run.planner.workspace())
+            of_operands = compiled.backward(step, of_outputs, wide, extra, self.run.planner.workspace())
         if leads is not None and not leads.all():
             for tensor in (*wide, *extra):
                 tensor[torch.from_numpy(~leads).to(tensor.device)] = 0

@@ -22,7 +22,7 @@ from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, Twins, in_twins, structural_twin
-from fxbatch.torch_private import DisableTorchFunctionSubclass, module_call, reparametrized
+from fxbatch.torch_private import DisableTorchFunctionSubclass, NormBase, module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
 from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing, unchanged
 from fxbatch.trace.operations import (
@@ -196,6 +196,8 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: ob
     if examined.reason:
         call.note(examined.reason)
         return examined.reason
+    if examined.coupled and not isinstance(record.module, NormBase):
+        return f"holds {examined.coupled} in training"  # which may never be called
     if examined.coupled:
         raise BatchCoupledError(
             f"{examined.coupled} in training would mix instances or change running statistics, which all instances "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxbatch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 from tests.oracle import assert_launches, check_equal
 from tests.trust.programs import assert_equal, model, vectors
 
@@ -240,6 +242,66 @@ def test_batch_norm_in_training_is_refused() -> None:
     made.eval()
     check_equal(made, xs)
     assert int(made.n.num_batches_tracked) == 0
+
+
+def test_a_batch_norm_that_is_held_and_never_called_is_no_reason() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.query(x).tanh()
+
+    made = model(lambda self, x: self.a(x).sum(), {"a": Attention()})
+    check_equal(made, [torch.randn(4) for _ in range(5)])
+    assert int(made.a.norm.num_batches_tracked) == 0
+
+
+ERRORS = {
+    "cholesky": lambda x: torch.linalg.cholesky(x * torch.eye(3)),
+    "inv": lambda x: torch.linalg.inv(x * torch.eye(3)),
+    "inverse": lambda x: torch.inverse(x * torch.eye(3)),
+    "solve": lambda x: torch.linalg.solve(x * torch.eye(3), torch.ones(3)),
+    "eigh": lambda x: torch.linalg.eigh(x.log() * torch.eye(3))[0],
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_matrix_that_has_no_factor_is_an_error_as_in_the_loop(name: str) -> None:
+    """Batched it was NaN, for torch's check of each matrix gives nothing that anybody reads."""
+    xs = [torch.tensor(-1.0 if i == 2 and name != "inv" else 1.0) for i in range(5)]
+    if name in ("inv", "inverse", "solve"):
+        xs[2] = torch.tensor(0.0)
+    made = model(lambda self, x: ERRORS[name](self.g * x).sum(), {"g": nn.Parameter(torch.tensor(2.0))})
+    good = [x for i, x in enumerate(xs) if i != 2]
+    check_equal(made, good)
+    for _ in range(2):
+        with pytest.raises(torch.linalg.LinAlgError):
+            made(xs)
+
+
+def test_such_an_error_is_caught_by_the_forward_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+
+    class Trying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.g = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return torch.linalg.cholesky(self.g * x * torch.eye(3)).sum()
+            except RuntimeError:
+                return self.g * x
+
+    made, xs = Trying(), [torch.tensor(-1.0 if i == 2 else 1.0) for i in range(5)]
+    batched = fxbatch.autobatch(Trying.forward)
+    expected = torch.stack([made(x) for x in xs])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fxbatch.LoopWarning)
+        for _ in range(4):
+            torch.testing.assert_close(batched(made, xs), expected)
 
 
 @pytest.mark.parametrize("shape", [((4,), (3, 4)), ((3, 1), (4,)), ((1,), (2, 3, 4)), ((), (4,))])
