@@ -270,8 +270,7 @@ class Autobatched:
                     lambda: engine.call(self.fn, listed, self.options.out, run=run),
                 )
             except TraceError as error:
-                self._refuse(engine, error)
-                return self.put_together(loop_over(self.one, instances))
+                return self.put_together(self._by_loop(engine, error, instances))
         strategy = engine.strategy
         if (
             strategy is not None and not saved_tensors_are_packed()
@@ -321,8 +320,7 @@ class Autobatched:
                 return packed
             result = engine.call(self.fn, list(instances), out, first=first, trial=trial)
         except TraceError as error:
-            self._refuse(engine, error)
-            results = loop_over(self.one, instances, first=first)
+            results = self._by_loop(engine, error, instances, first)
             return results if out == "list" else self.put_together(results)
         return self._with_others(result, instances, trial, out, first)
 
@@ -334,6 +332,18 @@ class Autobatched:
             return result
         results = [*result, *loop_over(self.one, instances[trial.begun :], first=first + trial.begun)]
         return results if out == "list" else self.put_together(results)
+
+    def _by_loop(
+        self, engine: Engine, error: TraceError, instances: Sequence[Instance], first: int = 0
+    ) -> list[Any]:
+        """The results of the loop for a minibatch that can't be recorded. An error of an operation is one that the
+        forward catches, if the loop does not raise it, and else the user's own, after which all is as it was."""
+        if not error.of_operation:
+            self._refuse(engine, error)
+        results = loop_over(self.one, instances, first=first)
+        if error.of_operation:
+            self._refuse(engine, error)
+        return results
 
     def _refuse(self, engine: Engine, error: TraceError) -> None:
         """A minibatch can't be recorded: the loop runs it, and those like it. The error, where all are to be batched or
@@ -364,10 +374,10 @@ class Autobatched:
                 return packed, list
             return engine.call_with_reasons(self.fn, list(instances), self.options.out, trial)
         except TraceError as error:
-            self._refuse(engine, error)
+            results = self._by_loop(engine, error, instances)
         if trial is not None:
             trial.begun = None
-        return self.put_together(loop_over(self.one, instances)), list
+        return self.put_together(results), list
 
     def _chosen(self, engine: Engine, strategy: Strategy, instances: Sequence[Instance]) -> Any:
         """A minibatch as the strategy says: batched, by the plain loop, or its first instances, the scouts, by the loop
@@ -418,9 +428,13 @@ class Autobatched:
             results = loop_over(self.one, scouts)
         else:
             results = choice.timing.of(lambda: loop_over(self.one, scouts), apart=True)
+        batched, batches = 0, choice.batches and bool(rest)
         if unchanged is not None:
             engine.changes = unchanged.first_change()
-        batched, batches = 0, choice.batches and bool(rest)
+            if reason := unchanged.written_unseen():
+                engine.refuse(reason)
+                self.say_loop_runs(engine, reason)
+                batches = False
         if batches and unchanged is not None and engine.changes:  # one alone tells whether it waits, too
             with engine.queue.minibatch(1):
                 results += self._batched(engine, rest[:1], "list", first=len(results))

@@ -32,6 +32,7 @@ class TraceError(FxbatchError):
 
     again = False  # whether the minibatch can be run by the loop instead: modules are what they were before
     begun = 0  # instances that had begun
+    of_operation = False  # whether an operation has raised something, when it ran, that the forward may catch
 
 
 class InPlaceError(TraceError):

@@ -68,17 +68,27 @@ def report(error: Exception, what: str, *, verify: bool) -> str:
 
 
 def refusal_of(error: Exception) -> TraceError | None:
-    """An error as a reason for the plain loop: a mistake (one that PyTorch's operators don't raise, of fxbatch's code,
-    or of PyTorch's that this has called), and a matrix without factor or inverse, which a forward may catch. None for
-    others."""
-    if isinstance(error, torch.linalg.LinAlgError):
-        return TraceError(f"torch.linalg has raised an error, which the forward may catch: {error}")
+    """A mistake as a reason for the plain loop: an error that PyTorch's operators don't raise, of fxbatch's code, or of
+    PyTorch's that this has called. None for others."""
     place = _innermost(error.__traceback__, but=(_TORCH,))
     if not isinstance(error, _PYTHONS_OWN) or place is None or not place[0].startswith(_PACKAGE):
         return None
     where = f"{os.path.basename(place[0])}:{place[1]}"
     text = f"a mistake inside fxbatch (please report it): {type(error).__name__}: {error} ({where})"
     return TraceError(text)
+
+
+def error_of_operation(error: Exception) -> TraceError | None:
+    """What an operation has raised when it ran (an index out of range, a matrix without inverse) as a reason for the
+    loop, in which the forward may catch it. None for what is no error of its arguments."""
+    if isinstance(error, (FxbatchError, MemoryError, torch.OutOfMemoryError)):
+        return None
+    lines = str(error).splitlines() or [""]
+    refusal = TraceError(
+        f"an operation has raised {type(error).__name__}, which the forward catches: {lines[0][:160]}"
+    )
+    refusal.of_operation = True
+    return refusal
 
 
 def _innermost(traceback: TracebackType | None, but: tuple[str, ...] = ()) -> tuple[str, int] | None:

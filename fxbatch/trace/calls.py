@@ -121,6 +121,11 @@ def call_function(
     which it is found again."""
     recorder.sync_modes()
     func = plain_function(func)
+    if func is torch.autograd.grad:
+        raise TraceError(
+            "torch.autograd.grad inside a per-instance forward: use torch.func.grad in a submodule, or in a function "
+            f"with @fxbatch.operation{at_line()}"
+        )
     if type(func) is CustomFunction:
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
@@ -193,11 +198,6 @@ def call_function(
         return call_function(recorder, on_views, *seen, (func, args, kwargs) if comes_again else None)
     entry = recorder.knowledge.functions.get(key)
     if entry is None:
-        if func is torch.autograd.grad:
-            raise TraceError(
-                "torch.autograd.grad inside a per-instance forward: use torch.func.grad in a submodule, or in a "
-                f"function with @fxbatch.operation{at_line()}"
-            )
         if kwargs.get("out") is not None:
             raise InPlaceError(NO_OUT.format(function_name(func)) + at_line())
         if isinstance(func, HigherOrderOperator):

@@ -313,7 +313,10 @@ class Turns:
 
     def _run_pending(self) -> None:
         """Run what is pending, and look at the argument checks."""
-        self.execution.run(self.recorder.pending_program([]))
+        program = self.recorder.pending_program([])
+        self.recorder.executes = True
+        self.execution.run(program)
+        self.recorder.executes = False
         if self.recorder.checks is not None and self.recorder.checks.pending:
             self.recorder.checks.verify(self.execution.numbers)
 

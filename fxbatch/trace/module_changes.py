@@ -18,9 +18,10 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fxbatch.errors import TraceError
 from fxbatch.trace.places import TABLES
@@ -31,6 +32,7 @@ _CONTAINERS = (list, dict, set, deque, bytearray)
 _MANY = 1000  # of a container of more items only their number is compared
 _TORCHS_OWN = frozenset((*vars(torch.nn.Module()), "_fxbatch_engines"))
 _ABSENT: Any = object()
+MOST_COPIED = 64 << 20  # bytes of a model whose parameters are copied, too, while its scouts run
 _WATCHED = frozenset({*_CONTAINERS, torch.Tensor})
 
 
@@ -224,6 +226,13 @@ class ModuleChanges:
         return all(undone) and not self.lasts and are_unchanged(self._arguments)
 
 
+def is_dense(x: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor whose content can be copied and compared."""
+    if not isinstance(x, torch.Tensor) or is_lazy(x) or x.is_inference() or x.is_meta:
+        return False
+    return x.layout is torch.strided and not x.is_nested
+
+
 class ModuleState:
     """A picture of what modules hold, to be compared after some code has run.
 
@@ -236,6 +245,21 @@ class ModuleState:
         self.modules = list(modules)
         self._attributes = [_attributes(m) for m in self.modules]
         self._containers = Container.of(containers_of(self.modules))
+        tensors = [(m, name, x) for m in self.modules for name, x in _attributes(m).items() if is_dense(x)]
+        if sum(x.nbytes for _, _, x in tensors) > MOST_COPIED:
+            tensors = [item for item in tensors if not isinstance(item[2], torch.nn.Parameter)]
+        self._contents = [(m, name, x, x._version, x.detach().clone()) for m, name, x in tensors]
+
+    def written_unseen(self) -> str:
+        """The first tensor that was written to in a way that torch does not count, so that a minibatch that begins anew
+        would do it twice: through `.data`, or as numpy's array. "" where there is none."""
+        for module, name, x, version, content in self._contents:
+            same = x.shape != content.shape or ((x == content) | (x != x)).all()  # NaN equals nothing
+            if x._version == version and not same:
+                return (
+                    f"{type(module).__name__}.{name} is written to through .data, which torch does not count"
+                )
+        return ""
 
     def first_change(self) -> str:
         """The first change, "" where there is none."""

@@ -22,7 +22,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.ir import Modes, Operation, Program, SharedOperand, Signature, Template, TensorSpec
-from fxbatch.mistakes import refusal_of
+from fxbatch.mistakes import error_of_operation, refusal_of
 from fxbatch.signature import Frozen, Numbers
 from fxbatch.torch_private import any_autocast
 from fxbatch.trace import torch_functions
@@ -149,6 +149,7 @@ class RecordedCalls(Columns):
     # As each recording begins.
     ask: Callable[..., list[object]] | None = None  # gives real tensors or numbers, may suspend
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
+    executes = False  # whether calls run now: an error is then one that the forward may catch
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
@@ -291,13 +292,15 @@ class RecordedCalls(Columns):
         TraceError says whether they are. may_loop: whether a mistake inside fxbatch becomes one."""
         hides = may_loop and not self.table.verify
         refusal = error if isinstance(error, TraceError) else refusal_of(error) if hides else None
+        if refusal is None and may_loop and self.executes:
+            refusal = error_of_operation(error)
         if refusal is None:
             return
         were_set = self.changes.attributes  # by instances, and are put back
         undone, refusal.begun = self.changes.undo(), self.changes.begun
         changed = set(self._changed_plain_operands()) - were_set
         refusal.again = undone and written_to(self.operands) is None and not changed
-        if refusal is not error:
+        if refusal is not error and (refusal.again or not refusal.of_operation):
             raise refusal from error
 
     def forget_modules(self, module: torch.nn.Module | None = None) -> None:
