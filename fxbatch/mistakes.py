@@ -14,8 +14,9 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import CodeType, TracebackType
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,9 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PYTHONS_OWN = (AssertionError, AttributeError, KeyError, NameError)
 _NOTE = "fxbatch: this is a mistake inside fxbatch, please report it"
 _warned: set[tuple[str, int]] = set()  # places in fxbatch's code; only looked up
+_running: dict[CodeType, bool] = {}  # of functions that run operations (True), or users' forwards
+
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @contextlib.contextmanager
@@ -78,10 +82,28 @@ def refusal_of(error: Exception) -> TraceError | None:
     return TraceError(text)
 
 
+def runs_operations(function: F) -> F:
+    """Marks a function of fxbatch that runs what was recorded."""
+    _running[function.__code__] = True
+    return function
+
+
+def runs_forwards(function: F) -> F:
+    """Marks one that runs users' forwards."""
+    _running[function.__code__] = False
+    return function
+
+
 def error_of_operation(error: Exception) -> TraceError | None:
     """What an operation has raised when it ran (an index out of range, a matrix without inverse) as a reason for the
-    loop, in which the forward may catch it. None for what is no error of its arguments."""
+    loop, in which the forward may catch it. None for what a forward itself has raised, and for lack of memory."""
     if isinstance(error, (FxbatchError, MemoryError, torch.OutOfMemoryError)):
+        return None
+    of_operation, traceback = False, error.__traceback__
+    while traceback is not None:
+        of_operation = _running.get(traceback.tb_frame.f_code, of_operation)
+        traceback = traceback.tb_next
+    if not of_operation:
         return None
     lines = str(error).splitlines() or [""]
     refusal = TraceError(

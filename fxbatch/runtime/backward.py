@@ -383,7 +383,6 @@ class Backward:
         self._views: dict[int, GradientViews] = {}
         self.gradients: Gradients = {}
         self.of_rows: Gradients = {}  # of tensors that rows were read of
-        self.idles = has_idle_calls(self.phases, self.reached, self.reaching)
         self.leading: LeadingRows | None = None  # where gradients of other rows are left out
 
     def write(self, requests: Sequence[Given]) -> None:
@@ -394,7 +393,12 @@ class Backward:
     def leaves_out(self) -> bool:
         """Whether the gradients are to be made once more, step by step, without those of rows that lead to no result:
         there are such, and gradients came out infinite or NaN."""
-        if not self.idles or are_finite(self.gradients.values()):
+        rows = self.phases, self.reached, self.reaching
+        if len(self.phases) == 1 and not has_idle_calls(
+            *rows
+        ):  # which takes less than to look at all gradients
+            return False
+        if are_finite(self.gradients.values()) or not has_idle_calls(*rows):
             return False
         self.gradients, self.of_rows = {}, {}
         self.leading = LeadingRows(self.run, self.reaching)
@@ -405,7 +409,7 @@ class Backward:
         more memory than caches hold, and leaves none of Python's code in them."""
         run, left = self.run, Left(self.phases, self.memory, self.rows, self.leading)
         workspace = run.planner.workspace()
-        workspace.keeps_graphs = run.lasting or backward_keeps_graph() or (self.idles and not self.leading)
+        workspace.keeps_graphs = run.lasting or backward_keeps_graph() or self.leading is None
         phases = range(len(self.phases))
         passed = [self.needs[p].idle.take(self.phases[p].plan.step_signature) for p in phases]
         native: list[NativeSteps | None] = [None] * len(phases)

@@ -20,6 +20,7 @@ import torch
 from fxbatch.caches import guard
 from fxbatch.errors import GradientError, MinibatchError, TraceError
 from fxbatch.ir import Modes, SharedOperand
+from fxbatch.mistakes import runs_operations
 from fxbatch.runtime.argument_objects import Instance
 from fxbatch.runtime.autograd import NO_TRANSFORMS, apart, mixes_constants, take_results
 from fxbatch.runtime.forward import Phase
@@ -168,6 +169,7 @@ class Engine(Planner):
             )
         return recording
 
+    @runs_operations
     def finish(self, run: Run, recording: Recording, out: str) -> Any:
         """Run the last phase and assemble the results."""
         recorder = recording.recorder
@@ -176,10 +178,8 @@ class Engine(Planner):
             leaves = Results(recording.results, recording.held)
             values = leaves.values if checks is None else checks.with_values(leaves.values)
             program = recorder.final_program(values)
-            recorder.executes = True
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():
                 renumber = run.finish(after_packed_calls(run, program), values)
-            recorder.executes = False
             if checks is not None and checks.pending:
                 checks.verify(lambda ids: run.numbers(renumber(np.array(ids)).tolist()))
             result = self.assemble(run, leaves, renumber, out)

@@ -27,10 +27,10 @@ def has_idle_calls(phases: Sequence[Phase], reached: Sequence[np.ndarray], reach
     counts = np.concatenate([[0], np.cumsum(reaching)])
     for phase, leads in zip(phases, reached, strict=True):
         program = phase.program
-        constant = np.array([is_constant(s) for s in program.signatures], dtype=bool)
-        asked = (leads.astype(bool) & ~constant)[program.sig]
         first, stop = program.first_value[:-1], program.first_value[1:]
-        if (asked & (stop > first) & (counts[stop] == counts[first])).any():
+        idle = (leads[program.sig] != 0) & (counts[stop] == counts[first]) & (stop > first)
+        signatures = [program.signatures[s] for s in np.unique(program.sig[idle]).tolist()]
+        if not all(map(is_constant, signatures)):
             return True
     return False
 

@@ -34,6 +34,7 @@ import torch
 
 from fxbatch.errors import TraceError
 from fxbatch.ir import Program
+from fxbatch.mistakes import runs_forwards, runs_operations
 from fxbatch.signature import SMALL, Numbers
 from fxbatch.torch_private import tree_leaves, tree_map, warning_handler
 from fxbatch.trace.argument_checks import ArgumentCheckError, ArgumentChecks
@@ -311,12 +312,10 @@ class Turns:
             return checks.before(error)
         return error
 
+    @runs_operations
     def _run_pending(self) -> None:
         """Run what is pending, and look at the argument checks."""
-        program = self.recorder.pending_program([])
-        self.recorder.executes = True
-        self.execution.run(program)
-        self.recorder.executes = False
+        self.execution.run(self.recorder.pending_program([]))
         if self.recorder.checks is not None and self.recorder.checks.pending:
             self.recorder.checks.verify(self.execution.numbers)
 
@@ -417,6 +416,7 @@ class Turns:
 
     # In a worker greenlet
 
+    @runs_forwards
     def _work(self) -> None:
         """Run instances one after another, until one was parked: then a fresh worker has taken over."""
         parks = self.statistics.suspensions

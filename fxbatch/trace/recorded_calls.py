@@ -149,7 +149,6 @@ class RecordedCalls(Columns):
     # As each recording begins.
     ask: Callable[..., list[object]] | None = None  # gives real tensors or numbers, may suspend
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
-    executes = False  # whether calls run now: an error is then one that the forward may catch
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
@@ -292,7 +291,7 @@ class RecordedCalls(Columns):
         TraceError says whether they are. may_loop: whether a mistake inside fxbatch becomes one."""
         hides = may_loop and not self.table.verify
         refusal = error if isinstance(error, TraceError) else refusal_of(error) if hides else None
-        if refusal is None and may_loop and self.executes:
+        if refusal is None and may_loop:
             refusal = error_of_operation(error)
         if refusal is None:
             return

@@ -164,13 +164,14 @@ def test_a_backward_that_returns_none(code: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"backward": "autograd"}, {"mode": "unrolled"}])
-def test_an_instance_that_the_loss_leaves_out_has_zeros(options: dict[str, Any]) -> None:
+def test_an_instance_that_the_loss_leaves_out(options: dict[str, Any]) -> None:
+    """It has no gradient, and zeros where torch's autograd goes through each step."""
     torch.manual_seed(0)
     xs = [torch.randn(4, requires_grad=True) for _ in range(3)]
     forward = Pair(lambda m, x, y: torch.tanh(m.used(x))).forward
     results = fxbatch.autobatch(forward, adaptive=False, out="list", **options)(xs, xs)
     first, second, _ = torch.autograd.grad(results[0].sum(), xs, allow_unused=True)
-    assert first.any() and not second.any()
+    assert first.any() and (second is None if not options else not second.any())
 
 
 class Accumulator(nn.Module):
