@@ -53,7 +53,6 @@ from fxbatch.trace.operations import (
     BodyError,
     BodyRun,
     CustomFunction,
-    Functional,
     function_name,
     on_views,
     plain_function,
@@ -129,7 +128,7 @@ def call_function(
     if type(func) is CustomFunction:
         now = examined_function(recorder, func.cls)
         func = now.custom = now.custom or CustomFunction(func.cls, now)
-    if func is not on_views and type(func) not in (CustomFunction, Functional):
+    if func is not on_views and type(func) is not CustomFunction:
         args = cast(tuple[object, ...], _in_python(args))
     if (
         func in (GETITEM, SETITEM)
@@ -175,7 +174,7 @@ def call_function(
         func = WITHIN_RANGE[func]
     elif func == torch.where and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.uint8:
         func = where_by_bytes
-    is_custom = type(args[0] if func is on_views else func) in (CustomFunction, Functional)
+    is_custom = type(args[0] if func is on_views else func) is CustomFunction
     arguments = Arguments(recorder, args, kwargs, views=func is not on_views, users_code=is_custom)
     try:
         key = (func, *arguments.key())
@@ -329,7 +328,7 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
 def _new_function(key: object, func: Any, arguments: Arguments, reason: str) -> Any:
     called = arguments.args[0] if func is on_views else func
     target = Operation(function_name(called), "function", func, FUNCTION)
-    examined = called.examined if type(called) in (CustomFunction, Functional) else None
+    examined = called.examined if type(called) is CustomFunction else None
     # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
     of_family = None if examined or reason or func in (on_views, torch.detach) else arguments
     make = functools.partial(function_entry, target, arguments, examined, reason)

@@ -39,7 +39,6 @@ from fxbatch.torch_private import (
     fake_mode,
     is_wrapped,
     outside_functorch,
-    reparametrized,
     tree_flatten,
     tree_unflatten,
     without_saved_tensor_hooks,
@@ -92,30 +91,6 @@ class CustomFunction:
 
     def __reduce__(self) -> Any:
         return CustomFunction, (self.cls,)
-
-
-@dataclass(frozen=True)
-class Functional:
-    """A module as a function of all of its tensors: equal for one module in one mode that reads the same."""
-
-    module: torch.nn.Module
-    training: tuple[bool, ...]
-    tie_weights: bool
-    state: int = 0  # a number for the content of what its code reads
-    examined: object = field(default=None, compare=False, repr=False)
-
-    @property
-    def __name__(self) -> str:
-        return f"functional_call_{type(self.module).__name__}"
-
-    def __call__(
-        self, tensors: dict[str, torch.Tensor], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        with reparametrized(self.module, tensors, tie_weights=self.tie_weights):
-            return self.module(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "examined": None}
 
 
 def plain_function(func: object) -> object:

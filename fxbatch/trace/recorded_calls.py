@@ -154,6 +154,7 @@ class RecordedCalls(Columns):
     copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
     checks: ArgumentChecks | None = None  # that nobody waits for; None: all are waited for
+    substituted: frozenset[int] = frozenset()  # ids of modules that a functional_call gives other tensors
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
     # Parameters and buffers, with version at first sight.
@@ -313,6 +314,7 @@ class RecordedCalls(Columns):
         knowledge.examined.clear()
         self.heard.forget()
         self.by_parts.clear()
+        self.by_parts |= self.substituted
         self.free_to_set.clear()
         self.lasts = False
 

@@ -3,11 +3,11 @@
 with patched():
     ...             # nn.Module calls, custom autograd functions and torch.tensor know Values
 
-`torch.func.functional_call` is one operation, transforms of values are refused: else both give wrong results and no
-error, for a transform wraps what a Value is for C++, an empty tensor, and a module that is called with other weights
-for the moment would be recorded with its own.
+`torch.func.functional_call` is recorded by its parts, transforms of values are refused: else both give wrong results
+and no error, for a transform wraps what a Value is for C++, an empty tensor, and a module that is called with other
+weights for the moment would be recorded with its own.
 
-    functional_call(module, {"weight": value}, (x,))     # recorded: the weights are inputs of the operation
+    functional_call(module, {"weight": value}, (x,))     # recorded: the functions that its modules call
     torch.func.grad(energy)(value)                       # TraceError: it would see a tensor without content
 """
 
@@ -47,9 +47,9 @@ from fxbatch.torch_private import (
 from fxbatch.trace import torch_functions
 from fxbatch.trace.arguments import TELLING, bare_function, row_of_parameter
 from fxbatch.trace.bare_parameters import BARE, BareParameter, BareView, Heard, unheard
-from fxbatch.trace.calls import LIKE, NO_OUT, examined_function, with_contents
+from fxbatch.trace.calls import LIKE, NO_OUT, with_contents
 from fxbatch.trace.modules import traced_call
-from fxbatch.trace.operations import CustomFunction, Functional, function_name
+from fxbatch.trace.operations import CustomFunction, function_name
 from fxbatch.trace.places import TABLES
 from fxbatch.trace.recorded_calls import Columns, Knowledge, RecordedCalls
 from fxbatch.trace.state import _fast, state
@@ -178,41 +178,26 @@ def _while_recording(plain: Any, traced: Replacement) -> Any:
 
 @stands_for(stateless, "_functional_call")
 def _functional_call(
-    recorder: RecordedCalls,
-    plain: Any,
-    module: torch.nn.Module,
-    parameters_and_buffers: dict[str, torch.Tensor],
-    args: object = None,
-    kwargs: dict[str, object] | None = None,
-    *,
-    tie_weights: bool = True,
-    strict: bool = False,
+    recorder: RecordedCalls, plain: Any, module: torch.nn.Module, *args: object, **kwargs: object
 ) -> object:
-    """Recorded as one function of all of the module's tensors: those that are given, and its own; by its parts where
-    its body is not plain."""
-    parts = list(module.modules())
+    """Recorded by its parts, for the modules in it have other tensors than their own meanwhile. Nothing may run then,
+    since what runs would find these."""
+    name, parts = type(module).__name__, list(module.modules())
     if any(m._forward_hooks or m._forward_pre_hooks for m in parts):
-        raise TraceError(f"functional_call of a {type(module).__name__} with hooks{at_line()}")
-    args = () if args is None else args if isinstance(args, tuple) else (args,)
-    examined = examined_function(recorder, module)
-    if examined.reason:
-        return plain(module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict)
-    tensors = _all_tensors(module, parameters_and_buffers, tie_weights and not strict)
-    function = Functional(module, tuple(m.training for m in parts), tie_weights, examined.state, examined)
-    return recorder.call(function, (tensors, args, kwargs or {}), {})
+        raise TraceError(f"functional_call of a {name} with hooks{at_line()}")
 
+    def refuse(*_: object) -> Any:
+        raise TraceError(f"a value is asked for within a functional_call of a {name}{at_line()}")
 
-def _all_tensors(
-    module: torch.nn.Module, passed: dict[str, torch.Tensor], tied: bool
-) -> dict[str, torch.Tensor]:
-    """The given tensors, and the module's own for the names that are not given (nor tied to one that is)."""
-    tensors = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
-    replaced = {id(tensors[name]) for name in passed if name in tensors} if tied else set()
-    rest = {name: t for name, t in tensors.items() if name not in passed and id(t) not in replaced}
-    return {**passed, **rest}
+    ask, before = recorder.ask, recorder.substituted
+    recorder.ask, recorder.substituted = refuse, before.union(map(id, parts))
+    others = recorder.substituted - recorder.by_parts
+    recorder.by_parts |= others
+    try:
+        return plain(module, *args, **kwargs)
+    finally:
+        recorder.ask, recorder.substituted = ask, before
+        recorder.by_parts -= others
 
 
 @stands_for(functorch_transforms, "_wrap_tensor_for_grad")

@@ -43,6 +43,9 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "no values at all": lambda s, v: (
         functional_call(s.linear, weights(s.linear, 2.0), (torch.ones_like(s.linear.bias),)) + v
     ),
+    "a part that was met before": lambda s, v: (
+        s.inner[0](v).sum() + functional_call(s.inner, {"0.bias": v[:3]}, (v,)) + s.inner[0](v).sum()
+    ),
     "its own again afterwards": lambda s, v: functional_call(s.linear, {"bias": v}, (v,)) + s.linear(v),
 }
 
@@ -60,6 +63,24 @@ def test_functional_call_is_batched() -> None:
     assert found.launches_after <= 8 < found.launches_before
 
 
+def test_nobody_waits_within_a_functional_call() -> None:
+    """What ran then would find the weights that were given."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return y if y.sum() > 0 else -2 * y
+
+    model = Model(lambda s, v: s.inner.linear(v) + functional_call(s.inner, {"linear.bias": v}, (v,)))
+    model.inner = Branching()
+    with pytest.raises(TraceError, match="within a functional_call of a Branching"):
+        model(torch.randn(3, 4))
+
+
 def test_functional_call_of_a_module_that_counts() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -70,7 +91,7 @@ def test_functional_call_of_a_module_that_counts() -> None:
             self.calls += 1
             return self.linear(x) * self.calls
 
-    model = Model(lambda s, v: functional_call(s.inner, {"linear.bias": v}, (v,)))
+    model = Model(lambda s, v: s.inner.linear(v) + functional_call(s.inner, {"linear.bias": v}, (v,)))
     model.inner, x, found = Counting(), torch.randn(5, 4), []
     for run in (fxbatch.disabled(), contextlib.nullcontext()):
         model.inner.calls = 0
