@@ -185,7 +185,6 @@ def record_minibatch(
     recorder = Recorder(table, roots, len(instances), recalls=True)
     recorder.watches_operands = runs_now
     recorder.checks = ArgumentChecks(first) if checks else None
-    recorder.copies = {} if runs_now else None
     if changes is not None:
         recorder.changes.watch(instances)
     run = Turns(fn, instances, recorder, execution, return_exceptions, changes)

@@ -166,9 +166,6 @@ def _recorded(call: ModuleCall) -> object:
     if not arguments.values:
         if not call.args and not call.kwargs and _rule(module, call.method) is PLAIN_MODULE:
             recorder.by_parts.add((id(module),))
-        copies = None if call.marked or call.kwargs else _copies_of_buffers(recorder, module, call.args)
-        if copies is not None:
-            return module(*copies)
         alone = _rule(module, None) is TORCH_MODULE and not has_hooks(module)
         with DisableTorchFunctionSubclass() if alone else contextlib.nullcontext():  # parameters are bare
             return call.through()
@@ -219,32 +216,6 @@ def _from_now_on(recorder: RecordedCalls, record: ModuleRecord, reason: str) -> 
     record.through = reason
     _note(recorder, record.module, record.method, reason)
     return reason
-
-
-def _copies_of_buffers(
-    recorder: RecordedCalls, module: torch.nn.Module, args: tuple[Any, ...]
-) -> tuple[Value, ...] | None:
-    """The arguments of a module that meets buffers alone, as in `embed(self.unknown)`; None where it runs as is.
-
-    Run as it is, each such call is an autograd node of its own, with a gradient of a whole table; as calls with
-    constants they are batched with the others of the module.
-    """
-    copies, renorms = recorder.copies, getattr(module, "max_norm", None) is not None
-    if copies is None or renorms or not (recorder.knowledge.grad and args):
-        return None
-    if _rule(module, None) is not TORCH_MODULE or not any(p.requires_grad for p in module.parameters()):
-        return None
-    if not all(type(a) is torch.Tensor and not a.requires_grad and not a.is_inference() for a in args):
-        return None
-    values = []
-    for a in args:
-        copy = copies.get(id(a))
-        if copy is None or copy[2] != a._version:
-            value = recorder.constant(a.detach().clone())
-            assert value is not None
-            copy = copies[id(a)] = (value, a, a._version)
-        values.append(copy[0])
-    return tuple(values)
 
 
 def _refuse_what_cannot_be_seen(module: torch.nn.Module) -> None:

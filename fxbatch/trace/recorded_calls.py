@@ -151,7 +151,6 @@ class RecordedCalls(Columns):
     give: Callable[[list[Value]], list[torch.Tensor]] | None = None
     lasts = True  # whether what is known of them may be true in the next minibatch too
     watches_operands = False  # whether its calls run here and now, before the user's next step
-    copies: dict[int, tuple[Value, torch.Tensor, int]] | None = None  # of buffers; None: make none
     over = ""  # why no call can be added any more
     checks: ArgumentChecks | None = None  # that nobody waits for; None: all are waited for
     substituted: frozenset[int] = frozenset()  # ids of modules that a functional_call gives other tensors
@@ -309,7 +308,7 @@ class RecordedCalls(Columns):
         if id(module) in self.local:
             return
         knowledge = self.knowledge
-        self.copies = knowledge.places = knowledge.owners = None
+        knowledge.places = knowledge.owners = None
         knowledge.call_table.clear()
         knowledge.examined.clear()
         self.heard.forget()
@@ -397,7 +396,6 @@ class RecordedCalls(Columns):
         self.numbers, self.parameter_rows, self.row_calls, self.index_numbers = {}, {}, {}, {}
         self.number_ids, self.once, self.filled, self.uses = {}, {}, {}, None
         self.constants.let_go()
-        self.copies = None if self.copies is None else {}
         used: list[Value] = self.values.close()
         return used
 

@@ -1,4 +1,4 @@
-"""Modules that meet nothing but buffers, as in `embed(self.unknown)`, are batched with the other calls."""
+"""Modules that meet nothing but buffers, as in `embed(self.unknown)`, run as they are: as in the loop."""
 
 from __future__ import annotations
 
@@ -42,12 +42,6 @@ def sentences() -> list[list[Tensor]]:
 
 def test_values_and_gradients() -> None:
     check_equal(Words(), sentences())
-
-
-def test_they_are_part_of_the_batch() -> None:
-    explained = fxbatch.explain(Words(), sentences())
-    calls = {row.operation: row.calls for row in explained.operations}
-    assert calls["table"] == sum(map(len, sentences()))
 
 
 def test_a_buffer_that_changes_is_read_as_it_was() -> None:
