@@ -60,7 +60,7 @@ from fxbatch.trace.operations import (
 )
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.plain_objects import OPERATORS, why_not_plain
-from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, with_lifted_floats, without_floats
+from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, without_floats
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
@@ -204,11 +204,7 @@ def call_function(
                 f"{function_name(func)} got a recorded tensor: operators that take functions can't be recorded; "
                 f"write torch.cond, or an `if` or a loop in Python{at_line()}"
             )
-        keeps_changing = _floats_keep_changing(recorder, key)
-        lifted = with_lifted_floats(recorder, func, args, kwargs) if keeps_changing else None
-        if lifted is not None:
-            return call_function(recorder, *lifted, {})
-        reason = "an argument of it keeps changing" if keeps_changing else ""
+        reason = "an argument of it keeps changing" if _floats_keep_changing(recorder, key) else ""
         if type(func) is CustomFunction and not func.has_context_apart and recorder.modes().grad:
             reason = "its forward takes ctx, and torch differentiates it alone: write setup_context()"
         entry = _new_function(key, func, arguments, reason)

@@ -6,8 +6,8 @@ the same number, `fixed_numbers` puts it back.
     call_lifted(recorder, torch.mul, (h, 0.5))   # mul(f32[3], f32[])
 
 Floats that are arguments of a function (a slope, a probability, a bound) stay static, since few of them ever change.
-One that has had more than MANY_NUMBERS contents is lifted too where the function has a form that takes a tensor; the
-others run call by call from then on, so that a schedule of them builds nothing at each step.
+Where one has had more than MANY_NUMBERS contents, the function runs call by call from then on, so that a schedule of
+them builds nothing at each step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.trace.operations import FUNCTION, function_name, lifted_dtype, run_on_fakes, take_row
@@ -27,75 +26,7 @@ from fxbatch.trace.table import VARIED, Entry, Lifted, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, View, new_value, refresh, row_later, row_written
 
-MANY_NUMBERS = 4  # contents of a static float before it is lifted
-
-LiftedForm = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of values and numbers in their place
-
-
-def dropout_at(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """`F.dropout(x, p)` in training for a probability that is a tensor."""
-    mask = torch.rand_like(x) >= p
-    return torch.where(mask, x / torch.where(p < 1, 1 - p, 1), 0)
-
-
-def leaky_relu_at(x: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """`F.leaky_relu(x, slope)` for a slope that is a tensor."""
-    return torch.where(x > 0, x, x * slope)
-
-
-def add_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """`torch.add(x, y, alpha=alpha)` for a factor that is a tensor."""
-    return x + alpha * y
-
-
-def sub_at(x: torch.Tensor, y: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """`torch.sub(x, y, alpha=alpha)` for a factor that is a tensor."""
-    return x - alpha * y
-
-
-# With the arguments of each function as torch has them; None where it has no such form.
-_FORMS: dict[object, Callable[..., LiftedForm | None]] = {
-    F.dropout: lambda input, p=0.5, training=True, inplace=False: (
-        (dropout_at, (input, p)) if training is True and not inplace else None
-    ),
-    F.leaky_relu: lambda input, negative_slope=0.01, inplace=False: (
-        None if inplace else (leaky_relu_at, (input, negative_slope))
-    ),
-}
-_METHODS: dict[str, Callable[..., LiftedForm]] = {
-    "add": lambda input, other, *, alpha=1: (add_at, (input, other, alpha)),
-    "sub": lambda input, other, *, alpha=1: (sub_at, (input, other, alpha)),
-    "lerp": lambda input, end, weight: (torch.lerp, (input, end, weight)),
-    "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
-    "clamp_min": lambda input, min: (torch.clamp, (input, min, None)),
-    "clamp_max": lambda input, max: (torch.clamp, (input, None, max)),
-    "clamp": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
-    "clip": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
-}
-_FORMS.update({getattr(owner, name): f for name, f in _METHODS.items() for owner in (torch, torch.Tensor)})
-
-
-def with_lifted_floats(
-    recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
-) -> LiftedForm | None:
-    """A call whose static floats are values, None for functions that have no such form."""
-    form = _FORMS.get(func)
-    if form is None or recorder.knowledge.autocast is None:
-        return None
-    try:
-        lifted_form = form(*args, **kwargs)
-    except TypeError:  # torch raises it again in its own words
-        return None
-    if lifted_form is None or type(lifted_form[1][0]) is not Value:
-        return None
-    t = recorder.type_of(lifted_form[1][0])
-    others = [recorder.type_of(x) if type(x) is Value else x for x in lifted_form[1][1:]]
-    mixed = any(getattr(x, "dtype", t.dtype) not in (t.dtype, torch.bool) for x in others)
-    if t.dtype not in (torch.float32, torch.float64) or mixed:
-        return None
-    lift = [recorder.number(x, t.dtype, t.device) if type(x) in (int, float) else x for x in lifted_form[1]]
-    return lifted_form[0], tuple(lift)
-
+MANY_NUMBERS = 4  # contents of a static float that operations are built for
 
 def without_floats(key: object) -> tuple[object, tuple[object, ...]]:
     """The key of a call without the floats in it, and those floats."""

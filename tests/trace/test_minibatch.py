@@ -241,7 +241,7 @@ def test_dropout_is_drawn_anew_and_random_is_noted() -> None:
     assert dropout.operation.random
 
 
-def test_modules_that_instances_make_with_floats_of_their_own_make_no_signature_each() -> None:
+def test_modules_that_instances_make_with_floats_of_their_own_build_nothing_for_each() -> None:
     class Made(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,8 +258,8 @@ def test_modules_that_instances_make_with_floats_of_their_own_make_no_signature_
     )
     torch.testing.assert_close(model(x, slopes), expected)
     report = fxbatch.explain(model, x, slopes)
-    assert len(report.operations) < 20
-    assert {row.operation for row in report.operations} == {"cell", "leaky_relu", "leaky_relu_at"}
+    assert {row.operation for row in report.operations} == {"cell", "leaky_relu"}
+    assert {row.reason for row in report.unbatched} == {"an argument of it keeps changing"}
 
 
 KNOWN = [torch.randn(4) for _ in range(4)]
