@@ -192,19 +192,6 @@ static PyObject *seconds_of_recording(PyObject *Py_UNUSED(module), PyObject *Py_
     return PyFloat_FromDouble(1e-9 * (double)recording_ns);
 }
 
-/* The same for a real tensor, which stands for a value from then on (writes.write_first). */
-static PyObject *write_first(PyObject *recorder, PyObject *func, PyObject *pure, PyObject *const *args, Py_ssize_t n,
-                             PyObject *names)
-{
-    PyObject *content = call_function(recorder, pure, args, n, names, 1), *done = NULL, *result = NULL;
-    if (content && Py_IS_TYPE(content, Value) &&
-        (done = PyObject_CallFunctionObjArgs(slow_write, recorder, args[0], content, func, NULL)) && done == Py_True)
-        result = Py_NewRef(args[0]);
-    Py_XDECREF(done);
-    Py_XDECREF(content);
-    return result;
-}
-
 /* Whether writes.set_row has written a row: its arguments are (x, index, row); -1 on error. */
 static int row_written(PyObject *recorder, PyObject *args)
 {
@@ -214,25 +201,12 @@ static int row_written(PyObject *recorder, PyObject *args)
     return done;
 }
 
-/* x[i] = v for a real tensor x, which stands for a value from then on; NULL without an error where it is for Python. */
-static PyObject *write_first_row(PyObject *recorder, PyObject *args)
-{
-    if (PyTuple_GET_SIZE(args) != 3 || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 0), Tensor) ||
-        !PyLong_CheckExact(PyTuple_GET_ITEM(args, 1)) || !Py_IS_TYPE(PyTuple_GET_ITEM(args, 2), Value) ||
-        SLOT(PyTuple_GET_ITEM(args, 2), at.recorder) != recorder || !modes_as_recorded(recorder))
-        return NULL;
-    return row_written(recorder, args) > 0 ? Py_NewRef(Py_None) : NULL;
-}
-
 /* A function that writes to its first argument, by the same function that doesn't; NULL without an error where it is for
    Python. */
-static PyObject *call_in_place(PyObject *recorder, PyObject *func, PyObject *pure, PyObject *const *args, Py_ssize_t n,
-                               PyObject *names)
+static PyObject *call_in_place(PyObject *recorder, PyObject *pure, PyObject *const *args, Py_ssize_t n, PyObject *names)
 {
     if (!modes_as_recorded(recorder)) /* before anything is asked that depends on them */
         return NULL;
-    if (n && Py_IS_TYPE(args[0], Tensor))
-        return write_first(recorder, func, pure, args, n, names);
     PyObject *v = n ? value_at(recorder, args[0]) : NULL;
     int plain = v && may_be_rewritten(recorder, v);
     if (!plain && (!v || row_shown(v) < 0 || WHOLE(SLOT(SLOT(v, at.view), at.root), at.flags) & CONSTANT))
@@ -370,14 +344,6 @@ static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *cons
     return view;
 }
 
-static int has_value(PyObject *types)
-{
-    for (Py_ssize_t i = 0; PyTuple_CheckExact(types) && i < PyTuple_GET_SIZE(types); i++)
-        if (PyTuple_GET_ITEM(types, i) == (PyObject *)Value)
-            return 1;
-    return 0;
-}
-
 /* __torch_function__(func, types, args=(), kwargs=None) of values, and of bare parameters */
 static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *kwnames)
 {
@@ -385,15 +351,14 @@ static PyObject *torch_function(PyObject *Py_UNUSED(module), PyObject *const *ar
         (n == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
         PyObject *names = n == 4 && args[3] != Py_None ? args[3] : NULL;
         PyObject *pure = PyDict_GetItemWithError(pure_forms, args[0]), *const *given = &PyTuple_GET_ITEM(args[2], 0);
-        PyObject *result = args[0] == setitem && !names ? write_first_row(current, args[2]) : NULL;
+        PyObject *result = NULL;
         Py_ssize_t given_n = PyTuple_GET_SIZE(args[2]);
-        int is_like = pure == Py_None; /* these, and writes of parameters, may be calls of real tensors that go on being real */
-        int of_real = (pure || args[0] == setitem) && given_n && Py_IS_TYPE(given[0], Tensor) &&
-                      (is_like || !has_value(args[1]));
+        int is_like = pure == Py_None;
+        int of_real = (pure || args[0] == setitem) && given_n && Py_IS_TYPE(given[0], Tensor); /* which may become a value */
         if (given_n && !names && (Py_IS_TYPE(given[0], BareParameter) || Py_IS_TYPE(given[0], BareView)))
             result = view_of_bare(current, args[0], given, given_n);
         if (!result && !of_real && !PyErr_Occurred())
-            result = pure && !is_like ? call_in_place(current, args[0], pure, given, given_n, names)
+            result = pure && !is_like ? call_in_place(current, pure, given, given_n, names)
                           : call_function(current, args[0], given, given_n, names, 1);
         if (result || PyErr_Occurred())
             return result;
@@ -519,7 +484,7 @@ static PyObject *method_call(PyObject *self, PyObject *const *args, size_t nargs
     Method *m = (Method *)self;
     Py_ssize_t n = PyVectorcall_NARGS(nargsf);
     if (m->how == IN_PLACE) {
-        PyObject *result = current ? call_in_place(current, m->owner, m->owner, args, n, kwnames) : NULL;
+        PyObject *result = current ? call_in_place(current, m->owner, args, n, kwnames) : NULL;
         if (result || PyErr_Occurred())
             return result;
     } else if (m->owner == getitem && m->owner && n == 2 && !kwnames && !for_all_of_it(args[1])) {
@@ -757,7 +722,6 @@ static PyTypeObject FunctionType = {
 };
 
 #include "_fast_modules.h"
-#include "_fast_tensors.h"
 
 /* --- Module --------------------------------------------------------------------------------------------------- */
 
@@ -791,7 +755,7 @@ static struct {
     {"Value", &Value}, {"Tensor", &Tensor}, {"Parameter", &Parameter}, {"Module", &Module}, {"dtype", &Dtype},
     {"device", &Device}, {"Size", &Size}, {"Columns", &Recorder}, {"Knowledge", &Knowledge}, {"Entry", &Entry},
     {"plain_new", &plain_new}, {"module_call", &module_call}, {"build_result", &build_result}, {"constant", &slow_constant},
-    {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"sync_modes", &slow_sync}, {"write_first", &slow_write}, {"set_row", &slow_row_write},
+    {"row_of_parameter", &slow_row}, {"number_id", &slow_number}, {"sync_modes", &slow_sync}, {"set_row", &slow_row_write},
     {"filled", &slow_filled}, {"link_views", &slow_link}, {"refresh", &slow_refresh}, {"View", &View}, {"Written", &Written}, {"WrittenTensor", &WrittenTensor}, {"getitem", &getitem},
     {"setitem", &setitem},
     {"operands_require", &operands_require}, {"pure_forms", &pure_forms}, {"written_function", &slow_written}, {"torch_function", &slow_torch_function},
@@ -811,7 +775,7 @@ static struct {
     const char *name;
     const PyGetSetDef **where;
 } const getters[] = {
-    {"shape", &get_shape}, {"dtype", &get_dtype}, {"_version", &get_version}, {"_base", &get_base},
+    {"_version", &get_version}, {"_base", &get_base},
     {"requires_grad", &get_requires_grad}, {"grad_fn", &get_grad_fn},
 };
 
@@ -938,8 +902,6 @@ static PyMethodDef functions[] = {
     {"kind_of", kind_of, METH_O, "What is equal for plain tensors of one type alone, with up to five dimensions."},
     {"facts", facts, METH_O, "int64 [values, 3]: number, type and flags of each of a list."},
     {"written_to", written_to, METH_O, "Whose tensor of rows (whose, tensor, version) was written to first."},
-    {"read_integers", read_integers, METH_VARARGS, "Numbers of tensors without dimensions."},
-    {"sizes_of", sizes_of, METH_VARARGS, "Sizes of tensors that are alike otherwise."},
     {"swap", swap, METH_VARARGS, "Put attributes ((owner, name, new), ...); what was there goes to a list."},
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},

@@ -13,9 +13,9 @@ static struct {
 } at;
 static PyTypeObject *Value, *View, *Written, *WrittenTensor, *Tensor, *Parameter, *BareParameter, *BareView, *Heard;
 static PyTypeObject *Dtype, *Device, *Size, *Module, *Entry, *Recorder, *Knowledge;
-static PyObject *plain_new, *module_call, *build_result, *slow_constant, *slow_row, *slow_number, *slow_write, *slow_row_write, *slow_filled, *slow_link, *slow_refresh, *slow_sync, *getitem, *setitem, *operands_require;
+static PyObject *plain_new, *module_call, *build_result, *slow_constant, *slow_row, *slow_number, *slow_row_write, *slow_filled, *slow_link, *slow_refresh, *slow_sync, *getitem, *setitem, *operands_require;
 static PyObject *grad_enabled, *autocast_enabled, *default_dtype, *modes_enabled, *functions_enabled;
-static const PyGetSetDef *get_shape, *get_dtype, *get_version, *get_base, *get_requires_grad, *get_grad_fn;
+static const PyGetSetDef *get_version, *get_base, *get_requires_grad, *get_grad_fn;
 /* C++, of torch: the same as the first three, or NULL */
 static _Bool (*keys_excluded)(uint64_t), (*grad_now)(void);
 static int8_t (*dtype_now)(void);

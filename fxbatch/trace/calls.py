@@ -141,9 +141,11 @@ def call_function(
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded
     if func is torch.Tensor.new and len(args) == 1 and isinstance(v := args[0], torch.Tensor):
         return torch.empty(0, dtype=v.dtype, device=v.device)  # real, to be `out` of a factory
-    before = None if _fast is None or comes_as else _fast.recorded_before(recorder, func, args, kwargs)
-    if before is not None:
-        return before
+    becomes_value = func is SETITEM and type(args[0]) is torch.Tensor  # and is no constant
+    if _fast is not None and not comes_as and not becomes_value:
+        before = _fast.recorded_before(recorder, func, args, kwargs)
+        if before is not None:
+            return before
     recorder.long_calls += 1
     if func is torch.Tensor.detach_ and type(args[0]) is Value:
         return detach_in_place(recorder, args[0])

@@ -18,7 +18,6 @@ import torch
 
 from fxbatch.ir import TensorSpec
 from fxbatch.torch_private import inside_functorch
-from fxbatch.trace.state import _fast
 
 # Types whose tensors have no lazy sign: what is in memory is the number.
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
@@ -31,18 +30,15 @@ def holds_integer(t: TensorSpec) -> bool:
 
 
 def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray | None:
-    """The numbers of tensors of one integer (or bool) each, of one type, int64, 0.1 us each, without a launch.
+    """The numbers of tensors of one integer (or bool) each, of one type, int64.
 
     None where that can't be done: other types, another device, subclasses of Tensor.
     """
     if dtype not in INTEGERS or inside_functorch():
         return None
-    if _fast is not None:
-        numbers = np.empty(len(tensors), np.int64)
-        return numbers if _fast.read_integers(tensors, numbers) else None
-    if not all(type(t) in PLAIN_TENSORS and t.is_cpu for t in tensors):
+    if not all(type(t) in PLAIN_TENSORS and t.is_cpu and t.numel() == 1 for t in tensors):
         return None
-    return torch.stack(tensors).numpy().astype(np.int64).reshape(-1) if tensors else np.empty(0, np.int64)
+    return torch.stack(tensors).detach().numpy().astype(np.int64).reshape(-1) if tensors else np.empty(0, np.int64)
 
 
 def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:

@@ -61,10 +61,7 @@ def sizes_of(tensors: list[torch.Tensor]) -> tuple[np.ndarray, Bounds] | None:
     first = tensors[0]
     rank = first.dim()
     sizes = np.empty((len(tensors), rank), dtype=np.int64)
-    if _fast is not None:
-        bounds = _fast.sizes_of(tensors, sizes, rank)
-        return None if bounds is None else (sizes, (bounds[:rank], bounds[rank:]))
-    kind = (torch.Tensor, first.dtype, first.requires_grad, first.dim())
+    kind = (torch.Tensor, first.dtype, first.requires_grad, rank)
     if any((type(t), t.dtype, t.requires_grad, t.dim()) != kind for t in tensors):
         return None
     sizes[:] = [t.shape for t in tensors]

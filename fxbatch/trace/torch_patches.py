@@ -70,7 +70,7 @@ from fxbatch.trace.values import (
     refresh,
     with_values,
 )
-from fxbatch.trace.writes import PURE_FORMS, counted, filled, set_row, write_first
+from fxbatch.trace.writes import PURE_FORMS, counted, filled, set_row
 
 Entries = tuple[tuple[Any, str, Any], ...]  # owner, name, what is put there (None: nothing)
 Replacement = TypeVar("Replacement", bound=Callable[..., Any])
@@ -111,7 +111,7 @@ if _fast is not None:
             "constant": RecordedCalls.constant, "row_of_parameter": row_of_parameter,
             "number_id": RecordedCalls.number_id, "sync_modes": RecordedCalls.sync_modes,
             "link_views": link_views, "refresh": refresh,
-            "write_first": counted(write_first), "set_row": counted(set_row), "filled": filled,
+            "set_row": counted(set_row), "filled": filled,
             "View": View, "Written": Written, "WrittenTensor": WrittenTensor, "getitem": GETITEM,
             "setitem": SETITEM,
             "operands_require": operands_require, "pure_forms": {**PURE_FORMS, **dict.fromkeys(LIKE)},
