@@ -326,7 +326,7 @@ def _place_in(base: torch.Tensor, view: torch.Tensor) -> tuple[object, ...]:
 def _new_function(key: object, func: Any, arguments: Arguments, reason: str) -> Any:
     called = arguments.args[0] if func is on_views else func
     target = Operation(function_name(called), "function", func, FUNCTION)
-    examined = called.examined if type(called) is CustomFunction else None
+    examined: Any = called.examined if type(called) is CustomFunction else None
     # `detach` is what a value's `__torch_dispatch__` asks for, in which nothing can be traced with symbols.
     of_family = None if examined or reason or func in (on_views, torch.detach) else arguments
     make = functools.partial(function_entry, target, arguments, examined, reason)

@@ -38,7 +38,11 @@ def read_integers(tensors: list[torch.Tensor], dtype: torch.dtype) -> np.ndarray
         return None
     if not all(type(t) in PLAIN_TENSORS and t.is_cpu and t.numel() == 1 for t in tensors):
         return None
-    return torch.stack(tensors).detach().numpy().astype(np.int64).reshape(-1) if tensors else np.empty(0, np.int64)
+    return (
+        torch.stack(tensors).detach().numpy().astype(np.int64).reshape(-1)
+        if tensors
+        else np.empty(0, np.int64)
+    )
 
 
 def versions_of(tensors: list[torch.Tensor]) -> Sequence[int] | None:

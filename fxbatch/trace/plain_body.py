@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import enum
 import functools
 import os
@@ -189,9 +188,7 @@ class Walk:
             x = x.__func__
         if type(x).__name__ == "_lru_cache_wrapper":
             return self.refuse(f"calls {path}(), a function that keeps its results")
-        if isinstance(
-            x, (FunctionType, ModuleType, type, enum.Enum, functools.partial)
-        ) or is_torchs_or_pythons(x):
+        if isinstance(x, (FunctionType, ModuleType, type, enum.Enum)) or is_torchs_or_pythons(x):
             return frozenset({Thing(x, path)})
         if type(x) is list and 0 < len(x) <= ENTRIES:
             self._note_entry(ITEMS, x, None, tuple(x), path)
@@ -402,7 +399,7 @@ class Walk:
         x = thing.object
         if is_settings(x) or type(x) is list:
             return self.refuse(f"calls {thing.path}()")
-        if not isinstance(x, (Bound, Local, functools.partial)) and not is_users(unwrapped(x)):
+        if not isinstance(x, (Bound, Local)) and not is_users(unwrapped(x)):
             reads = thing == COMPUTED or is_in(x, READING)
             self._alone(frozenset().union(*args, *kwargs.values()), lists=reads)
         if thing in (COMPUTED, CONTEXT):
@@ -420,12 +417,6 @@ class Walk:
             )
         if isinstance(x, torch.nn.Module):
             return self._module(thing, args, kwargs, spread=spread)
-        if isinstance(x, functools.partial):
-            more = [self._value(y, f"{thing.path} argument") for y in (*x.args, *x.keywords.values())]
-            first, named = more[: len(x.args)], dict(zip(x.keywords, more[len(x.args) :], strict=True))
-            return self._call(
-                self._value(x.func, thing.path), (*first, *args), {**named, **kwargs}, spread=spread
-            )
         x = unwrapped(x)
         if is_users(x):
             return self._function(x, args, kwargs, spread, thing.path)
@@ -453,7 +444,7 @@ class Walk:
         """The results of functions that are given to others: these may call them, with what is given besides."""
         results = DATA
         for thing in things:
-            function = isinstance(thing.object, (FunctionType, Local, Bound, functools.partial))
+            function = isinstance(thing.object, (FunctionType, Local, Bound))
             if function or (modules and isinstance(thing.object, torch.nn.Module)):
                 results |= self._call_thing(thing, (things,), {}, True)
         return results
@@ -578,9 +569,6 @@ class Walk:
 
     def _new_object(self, cls: type, path: str) -> Things:
         if is_plain_tuple(cls) or issubclass(cls, BaseException):
-            return DATA
-        functions = [f for c in cls.__mro__[:-1] for f in vars(c).values() if isinstance(f, FunctionType)]
-        if dataclasses.is_dataclass(cls) and all(f.__code__.co_filename == "<string>" for f in functions):
             return DATA
         return self.refuse(f"makes a {path}")
 
@@ -758,8 +746,6 @@ class Walk:
                 for target in s.targets:
                     if not isinstance(target, ast.Name):
                         self._assign(target, DATA, scope)
-            case ast.Import() | ast.ImportFrom():
-                self._import(s, scope)
             case ast.Global() | ast.Nonlocal():
                 self.refuse(f"may change {', '.join(s.names)}, which is not its own")
             case _:
@@ -772,24 +758,6 @@ class Walk:
                         self._alone(self.eval(part, scope), lists=True)
                     elif isinstance(part, ast.ExceptHandler):
                         self._statements(part.body, scope)
-
-    def _import(self, s: ast.Import | ast.ImportFrom, scope: Scope) -> None:
-        for alias in s.names:
-            name = alias.name if isinstance(s, ast.Import) else s.module or ""
-            if isinstance(s, ast.ImportFrom) and s.level:
-                package = str(scope.globals.get("__package__") or "").split(".")
-                name = ".".join([*package[: len(package) - s.level + 1], *([s.module] if s.module else [])])
-            module = sys.modules.get(name)
-            if module is None:
-                self.refuse(f"imports {name}")
-                continue
-            path, value = (alias.asname or alias.name), frozenset({Thing(module, name)})
-            if isinstance(s, ast.ImportFrom):
-                value = self._attribute(value, alias.name)
-            elif alias.asname is None:
-                path = name.partition(".")[0]
-                value = frozenset({Thing(sys.modules[path], path)})
-            scope.variables[path] = scope.variables.get(path, NOTHING) | value
 
     def _assign(self, target: Any, value: Things, scope: Scope) -> None:
         match target:
@@ -808,15 +776,14 @@ class Walk:
                 if base != {CONTEXT}:
                     self.refuse(f"sets {ast.unparse(target)}")
             case ast.Subscript():
-                whole, named = target.value, isinstance(target.value, ast.Name)
+                whole = target.value
                 base = self._alone(self.eval(whole, scope))
                 self._alone(self.eval(target.slice, scope) | value)
                 holder = self.eval(whole.value, scope) if isinstance(whole, ast.Attribute) else DATA
-                local = named and base <= DATA | value  # a container of the body's, with modules in it
-                if holder != DATA or not (base <= DATA or local):
+                if holder != DATA or not base <= DATA:
                     self.refuse(f"writes to {ast.unparse(whole)}")
-                if named and not value <= DATA:
-                    self._assign(whole, value, scope)
+                if not value <= DATA:
+                    self.refuse(f"puts {_paths(value)} into {ast.unparse(whole)}")
             case _:
                 self.refuse(f"sets {ast.unparse(target)}")
 
@@ -922,12 +889,13 @@ class Walk:
             if isinstance(e.args[0], ast.Constant) and asked and all(type(t.object) is dict for t in asked):
                 return DATA.union(*args[1:], *(self._entries(t, e.args[0]) for t in asked))
         called = self.eval(e.func, scope)
-        if isinstance(e.func, ast.Attribute) and called == DATA and not hasattr(torch.Tensor, e.func.attr):
-            self._alone(frozenset().union(*args))  # a list of the body's own may keep them
-        if isinstance(e.func, ast.Attribute) and not frozenset().union(*args) <= DATA:
-            base = e.func.value  # modules that a list of the body's own is given, by append() and the like
-            if isinstance(base, ast.Name) and called == DATA:
-                self._assign(base, frozenset().union(*args), scope)
+        if isinstance(e.func, ast.Attribute) and called == DATA:  # a list of the body's own may keep them
+            given = frozenset().union(*args, *named.values())
+            if not hasattr(torch.Tensor, e.func.attr):
+                self._alone(given)
+            kept = frozenset(t for t in given if t != COMPUTED and not isinstance(t.object, type))
+            if kept:
+                self.refuse(f"gives {_paths(kept)} to {ast.unparse(e.func)}()")
         if any(isinstance(a, ast.Starred) for a in e.args) or any(k is None for k, _ in kwargs):
             everything: Things = self._alone(frozenset().union(DATA, *args, *(v for _, v in kwargs)))
             first = next((i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)), len(args))
@@ -948,8 +916,6 @@ class Walk:
                 every = {n for m in modules for n in torch.nn.Module.__dir__(m) if n.startswith(begins)}
                 read = [self._attribute(args[0], n) for n in ([begins] if whole else sorted(every))]
                 return DATA if name == "hasattr" else NOTHING.union(*read, *args[2:]) or DATA
-        if name == "type" and len(args) == 1 and COMPUTED not in args[0]:
-            return frozenset(Thing(type(t.object), t.path) for t in args[0])
         return None
 
     def _text(self, e: ast.expr | None, scope: Scope) -> tuple[str, bool]:
@@ -982,6 +948,11 @@ class Walk:
             self._once(("super", id(cls), id(t.object)), functools.partial(Parent, cls, t.object), "super()")
             for t in owners - DATA
         )
+
+
+def _paths(things: Things) -> str:
+    """What these are called, of those that are not computed."""
+    return ", ".join(sorted(t.path for t in things - DATA))
 
 
 def _is_none(e: object) -> bool:

@@ -28,6 +28,7 @@ from fxbatch.trace.values import GETITEM, Value, View, new_value, refresh, row_l
 
 MANY_NUMBERS = 4  # contents of a static float that operations are built for
 
+
 def without_floats(key: object) -> tuple[object, tuple[object, ...]]:
     """The key of a call without the floats in it, and those floats."""
     floats: list[object] = []
