@@ -49,12 +49,12 @@ static int rewrite(PyObject *recorder, PyObject *v, PyObject *entry, const Input
 
 /* --- Numbers of Python that differ from call to call (python_numbers.py) --------------------------------------- */
 
-/* Which of two arguments is a number, where the other is a value, or the first a parameter: 0 or 1; -1 for other calls. */
+/* Which of two arguments is a number, where the other is a value: 0 or 1; -1 for other calls. */
 static int number_place(const Arguments *a, PyObject *const *args, Py_ssize_t n)
 {
-    if (n != 2 || a->n != 3 || a->read > 1 || (!a->read && !is_parameter(Py_TYPE(args[0]))))
+    if (n != 2 || a->n != 3 || a->read != 1)
         return -1;
-    int place = !a->read || Py_IS_TYPE(args[0], Value) ? 1 : 0;
+    int place = Py_IS_TYPE(args[0], Value) ? 1 : 0;
     return PyFloat_CheckExact(args[place]) || PyLong_CheckExact(args[place]) ? place : -1;
 }
 
@@ -84,8 +84,7 @@ static int64_t number_id(PyObject *recorder, PyObject *entry, int place, PyObjec
     return found;
 }
 
-/* The result of a call of a value with a number, which was met with others, or a row of a table; NULL without an error
-   where it was not, or there is no such row. */
+/* The result of a call of a value with a number, which was met with others; NULL without an error where it was not. */
 static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments *a, PyObject *const *args, Py_ssize_t n)
 {
     int place = number_place(a, args, n);
@@ -97,14 +96,11 @@ static PyObject *call_with_number(PyObject *recorder, PyObject *func, Arguments 
     if (!entry)
         return NULL;
     Py_INCREF(entry);
-    int input = a->read ? place : 0;
-    int64_t id = number_id(recorder, entry, input, args[place]);
+    int64_t id = number_id(recorder, entry, place, args[place]);
     if (id >= 0) {
         Input read[] = {a->inputs[0], a->inputs[0]};
-        read[input] = (Input){NULL, id};
-        result = record(recorder, entry, read, a->read + 1);
-        if (result && !a->read)
-            WHOLE(result, at.flags) |= CONSTANT; /* a view of the table: it is not written to */
+        read[place] = (Input){NULL, id};
+        result = record(recorder, entry, read, 2);
     }
     Py_DECREF(entry);
     return result;

@@ -13,7 +13,7 @@ import enum
 import types
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import CONSTANT, GETITEM, Value, WrittenTensor, is_position, refresh, value_of
+from fxbatch.trace.values import GETITEM, Value, WrittenTensor, is_position, refresh, value_of
 
 # Rows of parameters that are chosen in Python (`self.embed.weight[word]`, `transitions[a, b]`) become look-ups with
 # the row's number as an input, so that calls with other rows share their launches. A parameter whose rows are few (one
@@ -361,8 +361,6 @@ def bare_function(func: object, types: Any, args: Any = (), kwargs: Any = None) 
         view = heard.again.get(key)
         if view is not None:
             return view
-        if _is_row(args, func) and 0 <= args[1] < heard.tables.get((id(args[0]), mode), 0):
-            return _row_of_table(recorder, *args)
     with DisableTorchFunctionSubclass():
         recorded = _is_recorded(recorder, func, args, kwargs)
     if recorded:
@@ -374,16 +372,6 @@ for _kind in BARE:  # C's stands in its place where there is C (`torch_patches`)
     _kind.__torch_function__ = staticmethod(bare_function)  # type: ignore[method-assign]
 
 
-def _row_of_table(recorder: RecordedCalls, table: torch.Tensor, row: int) -> Value:
-    """A row of a table of which many were met, as a value that nobody may write to; in C from the next one on."""
-    value: Value = _looked_up(recorder, table, row, 1)
-    value._flags |= CONSTANT
-    args = table, recorder.number(row, torch.int64, table.device), 1
-    if (entry := _entry_of(recorder, take_parameter_row, args, {})) is not None:
-        recorder.remember(GETITEM, (table, row), {}, entry, any_number=True)
-    return value
-
-
 def _entry_of(
     recorder: RecordedCalls, func: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> Entry | None:
@@ -391,10 +379,6 @@ def _entry_of(
     with DisableTorchFunctionSubclass():
         entry = recorder.knowledge.functions.get((func, *Arguments(recorder, args, kwargs).key()))
     return entry if type(entry) is Entry else None
-
-
-def _is_row(args: tuple[object, ...], func: object) -> TypeGuard[tuple[torch.Tensor, int]]:
-    return func is GETITEM and len(args) == 2 and type(args[1]) is int
 
 
 def _key(func: object, args: tuple[object, ...], mode: int) -> tuple[object, ...] | None:
@@ -541,8 +525,6 @@ def _heard_views(
             if type(base) is BareParameter:
                 row = row_of_parameter(recorder, x)
                 vars(x)[VIEW_KEY] = _view_key(recorder, x, base) if row is None else row
-                if row is not None and _is_row(args, func) and base is args[0] and base.dim() == 2:
-                    recorder.heard.tables[id(base), recorder.knowledge.mode] = len(base)
     for x in views:
         if VIEW_KEY not in vars(x):
             recorder.heard.computed = True

@@ -47,19 +47,18 @@ VIEW_KEY = "_fxbatch_view"  # what a call that was met before is compared by, in
 class Heard:
     """The bare parameters of a recording: of class BareParameter between `begin` and `end`."""
 
-    __slots__ = ("again", "changed", "computed", "parameters", "tables", "views")
+    __slots__ = ("again", "changed", "computed", "parameters", "views")
 
     def __init__(self) -> None:
         self.parameters: Sequence[torch.nn.Parameter] = ()
         self.computed = False  # whether tensors were computed of parameters alone
         self.again: dict[object, torch.Tensor] = {}  # views by what was asked
-        self.tables: dict[object, int] = {}  # parameters whose rows are looked up, and mode -> how many
         self.changed: list[torch.nn.Parameter] = []  # by this recording: another thread's may be at it too
         self.views: list[torch.Tensor] = []
 
     def forget(self) -> None:
         """Parameters may be others than they were."""
-        self.again, self.tables = {}, {}
+        self.again = {}
 
     def begin(self) -> None:
         """Users' code runs from here on."""

@@ -622,10 +622,7 @@ class RecordedCalls(Columns):
         return v
 
     def number_id(self, entry: Entry, place: int, number: float) -> int:
-        """The number of the value that is input `place` of a lifted call; -1 where a table has no such row."""
-        table = entry.signature.shared
-        if table and not 0 <= number < table[0].resolve().shape[0]:
-            return -1
+        """The number of the value that is input `place` of a lifted call."""
         t = entry.signature.inputs[place]
         value: int = self.number(number, t.dtype, t.device)._value
         if number:  # zeros are equal, and have signs
