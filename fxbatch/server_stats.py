@@ -14,11 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from fxbatch.trace.state import seconds_of_recording
-
 LATENCIES, PHASES = 4096, 32  # the last that percentiles are of, and that `explain` shows
 _COUNTERS = ("requests", "done", "failed", "cancelled", "expired", "refused", "looped", "phases")
-PARTS = ("python", "recording", "planning", "kernels", "results", "whole")
+PARTS = ("python", "planning", "kernels", "results", "whole")
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,9 @@ class ServerStats:
         waiting: requests in the queue now.
         running: requests that run now.
         batch_sizes: how many batches had so many requests.
-        seconds: of the thread that computes, by what it did. "recording": calls that were met before, by a clock in the
-            recorder's C code, which every 17th call reads; "python": the rest of the time in forwards, so the user's
-            Python, torch's own around its functions, and calls that are met for the first time; "planning"; "kernels";
-            "results": them and futures; "whole": what has no such parts, served by the plain loop or as one packed
-            graph. Where no extension was compiled, "python" has recording in it.
+        seconds: of the thread that computes, by what it did. "python": in forwards, so the user's Python, and calls
+            that are recorded; "planning"; "kernels"; "results": them and futures; "whole": what has no such parts,
+            served by the plain loop or as one packed graph.
         latencies: seconds from arrival to result of the last 4,096 requests that are done, ascending.
 
     Example:
@@ -115,7 +111,7 @@ class Counts:
     def begin(self) -> None:
         """A batch begins."""
         self._parts = dict.fromkeys(PARTS, 0.0)
-        self._last, self._recorded = time.perf_counter(), seconds_of_recording()
+        self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
         """What was done since the last lap was this part."""
@@ -125,10 +121,8 @@ class Counts:
 
     def end(self, requests: int, *, joined: int, left: int, calls: int) -> None:
         """A batch of so many requests was run: how many came with it, how many left with it, calls that were recorded
-        (0 where a whole minibatch ran). Of "python", what the recorder took is "recording"."""
+        (0 where a whole minibatch ran)."""
         parts = self._parts
-        parts["recording"] = min(seconds_of_recording() - self._recorded, parts["python"])
-        parts["python"] -= parts["recording"]
         self.of["phases"] += 1
         self.batch_sizes[requests] += 1
         self.recent.append({"requests": requests, "joined": joined, "left": left, "calls": calls, **parts})

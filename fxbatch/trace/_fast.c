@@ -11,7 +11,6 @@
 #include <structmember.h>
 #include <math.h>
 #include <stdint.h>
-#include <time.h>
 
 #include "_fast_dlpack.h"
 #include "_fast_columns.h"
@@ -127,7 +126,7 @@ static PyObject *record_once(PyObject *recorder, PyObject *entry)
 }
 
 /* The result of a call that was met before; NULL without an error when it was not. views: see Arguments. */
-static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
+static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
                             PyObject *names, int views)
 {
     CallTable *table = table_of(recorder);
@@ -159,33 +158,6 @@ static PyObject *known_call(PyObject *recorder, PyObject *func, PyObject *const 
         result = call_with_number(recorder, func, &a, args, n);
     arguments_free(&a);
     return result;
-}
-
-/* Nanoseconds that `known_call` took in this thread, from the first asking on: as every 17th call says (loops seldom
-   have 17), for a clock takes a tenth of one. */
-static _Thread_local int64_t recording_ns;
-static _Thread_local unsigned timed; /* calls since then */
-
-/* The time of C11, which each version of Python and each platform has. */
-static int64_t nanoseconds(void)
-{
-    struct timespec now;
-    return timespec_get(&now, TIME_UTC) ? (int64_t)now.tv_sec * 1000000000 + now.tv_nsec : 0;
-}
-
-static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *const *args, Py_ssize_t n,
-                               PyObject *names, int views)
-{
-    int64_t begun = timed && timed++ % 17 == 0 ? nanoseconds() : 0;
-    PyObject *result = known_call(recorder, func, args, n, names, views);
-    recording_ns += begun ? 17 * (nanoseconds() - begun) : 0;
-    return result;
-}
-
-static PyObject *seconds_of_recording(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
-{
-    timed += !timed;
-    return PyFloat_FromDouble(1e-9 * (double)recording_ns);
 }
 
 /* Whether writes.set_row has written a row: its arguments are (x, index, row); -1 on error. */
@@ -902,7 +874,6 @@ static PyMethodDef functions[] = {
     {"emit", (PyCFunction)(void (*)(void))emit, METH_FASTCALL, "emit(recorder, entry, ids): Recorder.emit."},
     {"remember", remember, METH_VARARGS, "remember(recorder, func, args, kwargs, entry)"},
     {"recorded_before", (PyCFunction)(void (*)(void))recorded_before, METH_FASTCALL, "recorded_before(recorder, func, args, kwargs)"},
-    {"seconds_of_recording", seconds_of_recording, METH_NOARGS, "What known calls took in this thread since it asked first."},
     {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
      "Value.__torch_function__: calls that were met before, else Python's."},
     {"has_torch_function", (PyCFunction)(void (*)(void))has_torch_function, METH_FASTCALL | METH_KEYWORDS,

@@ -49,8 +49,6 @@ set_current: Callable[[object], None] = (lambda _: None) if _fast is None else _
 # Torch's own function, where something stands for it while a thread records (torch_functions.py).
 plain_function: Callable[[object], object] = (lambda x: x) if _fast is None else _fast.plain_function
 quicken: Callable[[tuple[type, ...]], None] = (lambda _: None) if _fast is None else _fast.quicken
-# What recording calls that were met before took in this thread, counted in C from the first asking on.
-seconds_of_recording: Callable[[], float] = float if _fast is None else _fast.seconds_of_recording
 
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # the smallest and the largest size of each dimension
 

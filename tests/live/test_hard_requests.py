@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
-from fxbatch.trace.state import _fast
 from tests.docs.pages import ROOT
 from tests.live.long_runs import ENDLESS, Decoder
 
@@ -461,34 +460,23 @@ def test_results_are_of_inference_mode() -> None:
 
 
 def test_parts_of_the_time() -> None:
-    """The user's Python apart from recording: a forward that computes much in Python, and one that records much."""
-
     layer = nn.Linear(2, 2)
 
     def busy(x: Tensor) -> Tensor:
         sum(range(40_000))
         return layer(x)
 
-    def calls(x: Tensor) -> Tensor:
-        x = layer(x)
-        for _ in range(300):
-            x = x.sin()
-        return x
-
-    shares = {}
-    for forward in (busy, calls):
-        with fxbatch.live(fxbatch.autobatch(forward)) as server:
-            seconds = []
-            for _ in range(4):
-                for future in [server.submit(torch.ones(2)) for _ in range(64)]:
-                    future.result(60)
-                seconds.append(server.stats().seconds)
-        assert all(x >= 0 for x in seconds[-1].values()) and seconds[-1]["kernels"] > 0
-        python, recording = (seconds[-1][part] - seconds[0][part] for part in ("python", "recording"))
-        shares[forward] = python / (python + recording)  # but for the first, which builds
-    assert shares[busy] > 0.9
-    if _fast is not None:
-        assert shares[calls] < shares[busy] - 0.02  # 0.2 where nothing else runs
+    with fxbatch.live(fxbatch.autobatch(busy)) as server:
+        seconds = []
+        for _ in range(4):
+            for future in [server.submit(torch.ones(2)) for _ in range(64)]:
+                future.result(60)
+            seconds.append(server.stats().seconds)
+    assert all(x >= 0 for x in seconds[-1].values()) and seconds[-1]["kernels"] > 0
+    spent = {
+        part: seconds[-1][part] - seconds[0][part] for part in seconds[0]
+    }  # but for the first, which builds
+    assert spent["python"] > 0.5 * sum(spent.values())
 
 
 class Leaving(nn.Module):
@@ -605,7 +593,7 @@ def test_metrics_are_taken_by_prometheus_client() -> None:
         assert registry.get_sample_value("fxbatch_done_total") == 8
         assert registry.get_sample_value("fxbatch_batch_size_count") == server.stats().phases
         assert registry.get_sample_value("fxbatch_latency_seconds", {"quantile": "0.95"}) > 0
-        assert registry.get_sample_value("fxbatch_seconds_total", {"part": "recording"}) is not None
+        assert registry.get_sample_value("fxbatch_seconds_total", {"part": "python"}) is not None
         assert b"fxbatch_running 0.0" in prometheus.generate_latest(registry)
 
 
