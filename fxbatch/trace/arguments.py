@@ -42,7 +42,7 @@ from fxbatch.trace.operations import (
 )
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
-from fxbatch.trace.table import ATOMS, ByIdentity, Entry, OpaqueArgumentError, static_key
+from fxbatch.trace.table import ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import GETITEM, Value, WrittenTensor, is_position, refresh, value_of
 
@@ -165,28 +165,6 @@ def without_arrays(
         )
     as_tensors: tuple[tuple[object, ...], dict[str, object]] = tree_unflatten(leaves_as_tensors, spec)
     return as_tensors
-
-
-def without_derived(arguments: object) -> Any:
-    """Arguments with plain data in place of objects of classes derived from int, float or str, which are to
-    torch what they are derived from; None where there are none."""
-    leaves, spec = tree_flatten(arguments)
-    plain_leaves = [_plain(x) for x in leaves]
-    return (
-        tree_unflatten(plain_leaves, spec)
-        if any(x is not y for x, y in zip(leaves, plain_leaves, strict=True))
-        else None
-    )
-
-
-# What is read of them, whatever their classes override.
-_DERIVED: dict[type, Callable[[Any], object]] = {int: int.__index__, float: float.__float__, str: str.__str__}
-
-
-def _plain(x: object) -> object:
-    if type(x) in ATOMS or isinstance(x, np.generic):
-        return x
-    return next((plain(x) for kind, plain in _DERIVED.items() if isinstance(x, kind)), x)
 
 
 class Arguments:

@@ -37,7 +37,6 @@ from fxbatch.trace.arguments import (
     taker_of,
     view_of_shared,
     without_arrays,
-    without_derived,
 )
 from fxbatch.trace.bare_parameters import BareView
 from fxbatch.trace.module_state import MANY_STATES, ExaminedFunction, keeps_changing
@@ -187,9 +186,6 @@ def call_function(
             return call_function(recorder, func, args, kwargs)
         if func in (GETITEM, SETITEM) and (index := _plain_index(args[1])) is not args[1]:
             return call_function(recorder, func, (args[0], index, *args[2:]), kwargs)
-        plain = None if is_custom else without_derived((args, kwargs))
-        if plain is not None:
-            return call_function(recorder, func, *plain)
         raise OpaqueOperandError(
             f"{function_name(func)}() got a recorded tensor together with a {error.kind}: only tensors and plain data "
             f"can be recorded; call it in a function or module of tensors{at_line()}"
@@ -486,10 +482,10 @@ def _indices(recorder: RecordedCalls, index: object) -> object:
 
 
 def _in_python(x: object) -> object:
-    """Arguments with Python's integers in place of numpy's, of which each would be another call; the same where there
-    are none."""
-    if isinstance(x, np.integer):
-        return int(x)
+    """Arguments with Python's integers in place of those of numpy's and of derived classes, of which each would be
+    another call; the same where there are none."""
+    if isinstance(x, np.integer) or (isinstance(x, int) and type(x) is not int and type(x) is not bool):
+        return int.__index__(x) if isinstance(x, int) else int(x)
     if type(x) is slice:
         parts = (x.start, x.stop, x.step)
         return slice(*map(_in_python, parts)) if any(isinstance(y, np.integer) for y in parts) else x

@@ -12,7 +12,6 @@ numbers, functions and classes it reads.
 from __future__ import annotations
 
 import contextlib
-import copy
 import enum
 import itertools
 from collections.abc import Iterator
@@ -22,17 +21,13 @@ from typing import Any
 import torch
 
 from fxbatch.trace.places import ITEMS, Item, put
-from fxbatch.trace.plain_body import MODE, Walk
+from fxbatch.trace.plain_body import Walk
 from fxbatch.trace.plain_objects import CONSTANTS
 from fxbatch.trace.source import digest
-from fxbatch.trace.table import ATOMS, ByIdentity, OpaqueArgumentError, static_key
+from fxbatch.trace.table import ByIdentity, OpaqueArgumentError, static_key
 from fxbatch.trace.things import NotPlain, Roots
 
 Guards = tuple[Any, ...]  # dictionary, class, cell or list, key, object it held; and again
-
-
-def _is_number(x: object) -> bool:
-    return type(x) in ATOMS or (type(x) is tuple and all(map(_is_number, x)))
 
 
 def _token(x: object) -> object:
@@ -49,12 +44,6 @@ def _token(x: object) -> object:
         return static_key(x)
     except OpaqueArgumentError:
         return ByIdentity(x)
-
-
-def _holds_numbers(x: Item) -> bool:
-    """Whether what a place holds does not decide what is read: not the mode, nor keys of a dictionary."""
-    is_number = x.name != MODE and _is_number(x.value) and _is_number(x.now())
-    return is_number and (x.kind != ITEMS or type(x.holder) is list)
 
 
 class Reads:
@@ -100,17 +89,7 @@ class Reads:
 
     def again(self) -> Reads:
         """A new look at the body, as things are now."""
-        changed = [x for x in self.items if not x.holds()]
-        if changed and all(map(_holds_numbers, changed)):
-            return self._with_numbers()
         return Reads(self.roots)
-
-    def _with_numbers(self) -> Reads:
-        """These Reads with the numbers that are in the places now: they don't decide what is read."""
-        reads = copy.copy(self)
-        reads.items = [x if x.holds() else x._replace(value=x.now()) for x in self.items]
-        reads.key = reads._key()
-        return reads
 
     def guards(self) -> Guards:
         """For C, to be compared at each call: places that user code may change between two calls without being seen."""
