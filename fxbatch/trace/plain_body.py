@@ -890,12 +890,12 @@ class Walk:
                 return DATA.union(*args[1:], *(self._entries(t, e.args[0]) for t in asked))
         called = self.eval(e.func, scope)
         if isinstance(e.func, ast.Attribute) and called == DATA:  # a list of the body's own may keep them
-            given = frozenset().union(*args, *named.values())
+            every: Things = frozenset().union(*args, *named.values())
             if not hasattr(torch.Tensor, e.func.attr):
-                self._alone(given)
-            kept = frozenset(t for t in given if t != COMPUTED and not isinstance(t.object, type))
-            if kept:
-                self.refuse(f"gives {_paths(kept)} to {ast.unparse(e.func)}()")
+                self._alone(every)
+            code = frozenset(t for t in every - DATA if not isinstance(t.object, (type, list)))
+            if code:
+                self.refuse(f"gives {_paths(code)} to {ast.unparse(e.func)}()")
         if any(isinstance(a, ast.Starred) for a in e.args) or any(k is None for k, _ in kwargs):
             everything: Things = self._alone(frozenset().union(DATA, *args, *(v for _, v in kwargs)))
             first = next((i for i, a in enumerate(e.args) if isinstance(a, ast.Starred)), len(args))

@@ -721,6 +721,7 @@ NOT_PLAIN: dict[str, tuple[Callable[..., Any], str]] = {
     "an object that is set": (lambda self, x: SETTINGS.__setattr__("n", 1) or x, "reads SETTINGS.__setattr__"),
     "a module of others": (lambda self, x: ELSEWHERE(x), "a module that is not its own"),
     "called back": (lambda self, x: sorted([1, 2], key=lambda n: print(n)) and x, "calls print()"),
+    "a part in a set of its own": (lambda self, x: set().add(torch.tanh) or x, "gives torch.tanh to set().add()"),
     "called back by a list's method": (lambda self, x: [1].sort(key=lambda n: print(n)) or x, "gives lambda to"),
     "a default": (lambda self, x, seen=[]: x * len(seen), "the default of seen"),
     "class of a tensor": (lambda self, x: x if type(x) is torch.Tensor else x * 2, "calls type()"),
