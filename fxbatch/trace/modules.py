@@ -119,6 +119,17 @@ class ModuleCall:
         """Run it: its parts are recorded."""
         return (self.marked or module_call)(self.module, *self.args, **self.kwargs)
 
+    def pass_through(self) -> object:
+        """Run what is no operation; what torch's own modules and their hooks see are values."""
+        tensors = all(isinstance(x, torch.Tensor) for x in self.args)
+        if tensors and self.marked is None and _rule(self.module, None) is TORCH_MODULE:
+            arguments = Arguments(self.recorder, self.args, {})
+            with contextlib.suppress(OpaqueArgumentError):
+                arguments.key()
+            if len(arguments.values) == len(self.args):
+                return module_call(self.module, *arguments.values, **self.kwargs)
+        return self.through()
+
     def note(self, reason: str) -> None:
         """Remember why it is no operation."""
         _note(self.recorder, self.module, self.method, reason)
@@ -133,14 +144,14 @@ def _recorded(call: ModuleCall) -> object:
     unseen = id(module) not in recorder.knowledge.modules.seen and all(x is None for x in tensors)
     if (unseen or id(module) in recorder.local) and call.marked is None and not is_marked(module):
         call.note("is no part of the model")
-        return call.through()
+        return call.pass_through()
     record = _record(recorder, module, call.method)
     examined = recorder.knowledge.examined.get(id(record))
     by_parts = record.through or (examined is not None and examined.reason)
     if by_parts:  # they are exact whatever has changed since
         if call.marked is None and _rule(module, None) is not TORCH_MODULE:
             recorder.by_parts.add(id(module))
-        return call.through()
+        return call.pass_through()
     if _rule(module, call.method) is not TORCH_MODULE and (reason := why_not_plain(call.args, call.kwargs)):
         call.note(reason)
         if call.marked is None and not call.kwargs and any(map(holds_others, call.args)):
@@ -160,7 +171,7 @@ def _recorded(call: ModuleCall) -> object:
             return call.through()
     entry = _entry(call, record, arguments, key)
     if type(entry) is not Entry:
-        return call.through()
+        return call.pass_through()
     entry.guards = recorder.knowledge.examined[id(record)].guards or None
     by_itself = call.marked is None and module is record.module
     in_forward = recorder.ask is not None  # else the call is made to find its signature again
