@@ -21,8 +21,6 @@ import torch.nn.functional as F
 from fxbatch.ragged.row_places import measure, padded_places, padded_rows
 from fxbatch.ragged.segment_loops import (
     COMPILED,
-    mean_gradients,
-    means,
     softmax,
     softmax_gradients,
     weighted_gradients,
@@ -190,8 +188,6 @@ class Lengths:
 
     def mean(self, rows: torch.Tensor) -> torch.Tensor:
         """[total, ...] => [n, ...]."""
-        if looped(rows):
-            return _applied(_Mean, self, rows)
         return self.divided(self.sum(rows), 1)
 
     def weighted(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -244,27 +240,6 @@ class Lengths:
         if bias is None:
             return products
         return products + self.column.view(-1, *[1] * (products.dim() - 1)) * bias
-
-    def group_norm(
-        self,
-        rows: torch.Tensor,
-        groups: int,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        """Normalisation over the rows of each instance and the channels of a group: [total, items, channels, ...]."""
-        wide = rows.double() if rows.is_cpu else rows  # as torch's own
-        parts = wide.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
-        per_row = parts.shape[3] * parts.shape[4]
-        mean = self.divided(self.sum(parts.sum((3, 4))), per_row)
-        centred = parts - self.each(mean)[..., None, None]
-        variance = self.divided(self.sum(centred.square().sum((3, 4))), per_row)
-        scale = self.each((variance + eps).rsqrt())[..., None, None]
-        normalised = (centred * scale).reshape(rows.shape).to(rows.dtype)
-        shape = (-1, *[1] * (rows.dim() - 3))
-        normalised = normalised if weight is None else normalised * weight.view(shape)
-        return normalised if bias is None else normalised + bias.view(shape)
 
     # -- indices --------------------------------------------------------------------------------------
 
@@ -370,27 +345,6 @@ class WithoutNaN(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
         return gradients[0] * ctx.saved_tensors[0].isnan().logical_not()
-
-
-class _Mean(torch.autograd.Function):
-    """The mean over the rows of each instance."""
-
-    @staticmethod
-    def forward(ctx: Saved, size: Lengths, rows: torch.Tensor) -> torch.Tensor:
-        ctx.size = size
-        rows = rows.contiguous()
-        reduced = rows.new_empty((size.n, *rows.shape[1:]))
-        means(rows.data_ptr(), size.sizes, _width(rows), reduced.data_ptr())
-        return reduced
-
-    @staticmethod
-    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
-        gradient, size = gradients[0].contiguous(), ctx.size
-        if torch.is_grad_enabled():  # a gradient of it may be asked for
-            return None, size.each(size.divided(gradient, 1))
-        row_gradients = gradient.new_empty((size.total, *gradient.shape[1:]))
-        mean_gradients(gradient.data_ptr(), size.sizes, _width(gradient), row_gradients.data_ptr())
-        return None, row_gradients
 
 
 class _Weighted(torch.autograd.Function):

@@ -582,19 +582,6 @@ def normalised_channels(e: Emitter, x: Packed, arguments: str, val: torch.Tensor
     return e.packed(f"{code}.view({moved}.shape).movedim(-1, {x.place(1)})", val)
 
 
-@rule("group_norm", "instance_norm")
-def _group_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    """Groups of channels of items as long as the instance says: [items, channels, T]."""
-    x = a["input"]
-    of_all = a.get("use_input_stats") is False or a.get("running_mean") is not None
-    if x.layout != PACKED or x.axes[0] < 2 or of_all:
-        raise NoRule("groups of this form")
-    size = e.rows_of(x)
-    groups = a.get("num_groups", x.shape[1])  # an instance's: a channel each
-    operands = weights_code(a["weight"], a["bias"])
-    return e.packed(f"{size}.group_norm({x.name}, {groups}, {operands}, {a['eps']})", val)
-
-
 @rule("layer_norm", "rms_norm")
 def _layer_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x = a["input"] = e.to_dense(a["input"])

@@ -6,8 +6,6 @@ instances stays in front, and index arithmetic does what crosses rows.
 
 from __future__ import annotations
 
-from typing import Any
-
 import sympy
 import torch
 from torch import fx
@@ -453,21 +451,6 @@ def _eye(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     return e.packed(f"{code}.expand(n, -1, -1)", val)
 
 
-@rule("diagonal")
-def _diagonal(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    x = _of_diagonal(a)
-    return e.packed(f"{e.lengths(x.shape[0])}.unpad({x.name}.diagonal(0, 1, 2))", val)
-
-
-def _of_diagonal(a: dict[str, Any]) -> Packed:
-    """The matrix `[T, T]` whose diagonal is asked for."""
-    x: Packed = a["self"]
-    square = x.layout == PADDED and x.axes == (0, 1) and x.rank == 2 and x.shape[0] == x.shape[1]
-    if not square or a["offset"] or {a["dim1"] % 2, a["dim2"] % 2} != {0, 1}:
-        raise NoRule("this diagonal")
-    return x
-
-
 @rule("repeat")
 def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Copies; along the rows, all rows of an instance one time after another."""
@@ -490,18 +473,6 @@ def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
 def _complex(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """A last dimension of two numbers, or none."""
     return e.packed(e.call(node.target, a), val)
-
-
-@rule("diagonal_scatter")
-def _diagonal_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    """`x.fill_diagonal_(0)` of `[T, T]` as a function."""
-    x, y = _of_diagonal(a), a["src"]
-    if y.layout not in (PACKED, WHOLE):
-        raise NoRule("this diagonal")
-    size = e.lengths(x.shape[0])
-    source = y.name if y.layout == WHOLE else f"{size}.pad({y.name}).unsqueeze(2)"
-    eye = f"torch.eye({size}.longest, dtype=torch.bool, device={x.name}.device)"
-    return e.packed(f"torch.where({eye}, {source}, {x.name})", val)
 
 
 @rule("tril", "triu")

@@ -1,4 +1,4 @@
-"""Means, softmax and weighted sums over the rows of each instance, and their gradients, in one loop each.
+"""Softmax and weighted sums over the rows of each instance, and their gradients, in one loop each.
 
 In: addresses of contiguous float32 rows, the sizes of the instances, how many elements a row has. Out: written to the
 last addresses. Torch does the same in more launches, each of which costs 20 to 40 us where caches are cold, as they are
@@ -24,36 +24,6 @@ Int = cython.typedef(cython.longlong)
 Ints = cython.typedef(cython.const[cython.longlong][::1])
 Address = cython.typedef(cython.size_t)
 Floats = cython.typedef(cython.p_float)
-
-
-def means(rows: Address, sizes: Ints, width: Int, out: Address) -> None:
-    """[total, width] => [n, width]; not a number where an instance has no rows."""
-    read = cython.cast(Floats, rows)
-    result = cython.cast(Floats, out)
-    for i in range(len(sizes)):
-        count = cython.cast(cython.float, sizes[i])
-        for k in range(width):
-            result[k] = 0
-        for _ in range(sizes[i]):
-            for k in range(width):
-                result[k] += read[k]
-            read += width
-        for k in range(width):
-            result[k] /= count
-        result += width
-
-
-def mean_gradients(gradient: Address, sizes: Ints, width: Int, out: Address) -> None:
-    """The gradient of `means`, from that of what it gives."""
-    grad = cython.cast(Floats, gradient)
-    result = cython.cast(Floats, out)
-    for i in range(len(sizes)):
-        count = cython.cast(cython.float, sizes[i])
-        for _ in range(sizes[i]):
-            for k in range(width):
-                result[k] = grad[k] / count
-            result += width
-        grad += width
 
 
 def weighted_sums(weights: Address, rows: Address, sizes: Ints, width: Int, out: Address) -> None:

@@ -1,4 +1,4 @@
-"""Means, softmax and weighted sums over segments, in loops: values and gradients against each instance by itself."""
+"""Softmax and weighted sums over segments, in loops: values and gradients against each instance by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from fxbatch.ragged.segment_loops import COMPILED
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 beside float64
 SIZES = ([3, 1, 5], [0, 2, 0, 1], [1], [4, 4])
 FORMS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], tuple[int, ...]]] = {
-    "mean": (lambda size, x: size.mean(x), lambda x: x.mean(0), (3,)),
     "softmax": (lambda size, x: size.softmax(x), lambda x: x.softmax(0), (2,)),
     "weighted": (lambda size, w, x: size.weighted(w, x), lambda w, x: (w * x).sum(0), (1, 3)),
 }
@@ -43,8 +42,6 @@ def test_as_each_instance(name: str, sizes: list[int]) -> None:
     for a, b, c in zip(first, again, true, strict=True):
         torch.testing.assert_close(a.double(), c, **CLOSE)
         torch.testing.assert_close(b.double(), c, **CLOSE)
-    if name == "mean":
-        return
     second = torch.autograd.grad(sum((g * g).sum() for g in again), given)  # type: ignore[arg-type]  # of tensors
     for a, b in zip(second, torch.autograd.grad(sum((g * g).sum() for g in true), exact), strict=True):  # type: ignore[arg-type]  # of tensors
         torch.testing.assert_close(a.double(), b, **CLOSE)
@@ -53,12 +50,8 @@ def test_as_each_instance(name: str, sizes: list[int]) -> None:
 def test_rows_that_are_not_in_one_piece() -> None:
     size = Lengths(np.array([2, 3]), torch.device("cpu"))
     rows, weights = torch.randn(3, 5).t(), torch.rand(5, 2)[:, :1]
-    for packed, alone, given in (
-        (size.mean, lambda x: x.mean(0), [rows]),
-        (size.weighted, lambda w, x: (w * x).sum(0), [weights, rows]),
-    ):
-        parts = zip(*[x.split([2, 3]) for x in given], strict=True)
-        torch.testing.assert_close(packed(*given), torch.stack([alone(*one) for one in parts]))  # type: ignore[operator]  # one of two
+    parts = zip(weights.split([2, 3]), rows.split([2, 3]), strict=True)
+    torch.testing.assert_close(size.weighted(weights, rows), torch.stack([(w * x).sum(0) for w, x in parts]))
     torch.testing.assert_close(size.softmax(rows), torch.cat([x.softmax(0) for x in rows.split([2, 3])]))
 
 

@@ -94,11 +94,9 @@ def loop_of(body: Body, rows: Sequence[Sequence[torch.Tensor]]) -> list[list[tor
     return [[body(row[0])] for row in rows]
 
 
-# Torch's own is as far from what is exact: sums of squares overflow on the way, or lose most of their digits.
-INEXACT = {(name, kind) for name in ("group_norm", "instance_norm") for kind in ("all", "large", "larger")}
 # Infinity less a product of finite numbers that overflows: infinity where the processor's kernel multiplies and adds in
 # one instruction, NaN where it rounds the product first. Torch's own kernels do either, by processor and shape.
-INEXACT |= {(name, "all") for name in ("columns by columns", "rows by rows", "products of every second row")}
+INEXACT = {(name, "all") for name in ("columns by columns", "rows by rows", "products of every second row")}
 
 
 @functools.lru_cache(maxsize=1)  # a body is traced once for all kinds of numbers
