@@ -210,11 +210,6 @@ class Lengths:
         """[total, ...] => [n]: "max" or "min" of all elements, where equal ones share the gradient."""
         return _ExtremeOfAll.apply(rows, self, fill, how)
 
-    def variance(self, rows: torch.Tensor, correction: float, how: str) -> torch.Tensor:
-        """[total, ...] => [n, ...]: "var" or "std" of the rows; sums are divided by the sizes less a correction."""
-        count = (self.column.to(rows.dtype) - correction).clamp(min=0).view(-1, *[1] * (rows.dim() - 1))
-        return _Variance.apply(rows, self, count, how)
-
     def each(self, per_instance: torch.Tensor) -> torch.Tensor:
         """[n, ...] => [total, ...]: every row gets its instance's."""
         return per_instance.index_select(0, self.segment)
@@ -309,7 +304,6 @@ class Saved(torch.autograd.function.FunctionCtx):
     """What a forward leaves to its backward."""
 
     size: Lengths
-    how: str
     saved_tensors: tuple[torch.Tensor, ...]
 
 
@@ -437,29 +431,6 @@ class _ExtremeOfAll(torch.autograd.Function):
         chosen = (rows == reference) | (rows.isnan() & reference.isnan())
         count = size.sum((chosen.flatten(1).sum(1) if chosen.dim() > 1 else chosen).to(rows.dtype))
         return chosen * size.each(gradient / count).view_as(reference), None, None, None
-
-
-class _Variance(torch.autograd.Function):
-    """The variance or standard deviation of the rows of each instance, on the CPU in double, as torch's own."""
-
-    @staticmethod
-    def forward(ctx: Saved, rows: torch.Tensor, size: Lengths, count: torch.Tensor, how: str) -> torch.Tensor:
-        wide = rows.double() if rows.is_cpu else rows
-        centred = wide - size.each(size.divided(size.sum(wide), 1))
-        variance = size.sum(centred.square()) / count
-        spread = (variance.sqrt() if how == "std" else variance).to(rows.dtype)
-        ctx.size, ctx.how = size, how
-        ctx.save_for_backward(rows, count, spread)
-        return spread
-
-    @staticmethod
-    def backward(ctx: Saved, *gradients: torch.Tensor) -> Gradients:
-        rows, count, spread = ctx.saved_tensors
-        (gradient,), size = gradients, ctx.size
-        if ctx.how == "std":
-            gradient = (gradient / (spread * 2)).masked_fill(spread == 0, 0)
-        centred = rows - size.each(size.divided(size.sum(rows), 1))
-        return size.each(2 / count * gradient) * centred, None, None, None
 
 
 def pairs_in_a_row(padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:

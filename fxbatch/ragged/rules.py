@@ -510,24 +510,6 @@ def _flip(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     return e.packed(f"{name}.flip({tuple(others)})" if others else name, node.meta["val"])
 
 
-@over("var", "std", "var_mean", "std_mean")
-def _var(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
-    """The variance (or its root) over the rows; and the mean, where that is a result."""
-    arguments, val = e.bound(node), node.meta["val"]
-    if x.layout != PACKED or dims != list(x.axes):
-        raise NoRule("over more than the rows")
-    if x.dtype.is_complex:
-        raise NoRule("a variance of complex numbers")
-    correction = arguments.get("correction", 1 if arguments.get("unbiased", True) else 0)
-    correction = 1 if correction is None else correction
-    size, how = e.rows_of(x), name_of(node).removesuffix("_mean")
-    variance = e.line(f"{size}.variance({x.name}, {float(correction)}, {how!r})")
-    if isinstance(val, torch.Tensor):
-        return _kept(e, node, variance)
-    mean = f"{size}.divided({size}.sum({x.name}), 1)"
-    return _kept(e, node, variance, val[0]), _kept(e, node, mean, val[1])
-
-
 @over("norm", "linalg_vector_norm")
 def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """Zeros add nothing to a norm."""

@@ -24,7 +24,7 @@ RECORDED = {  # their code asks for sizes as plain numbers, or for a view that t
 }  # fmt: skip
 ALONE = {  # one operator of theirs runs instance by instance
     "graph U-net", "U-net in one dimension", "norm of all rows", "normalised adjacency", "interpolated", "stretched",
-    "overlaps", "relative shift", "span scores", "arc loss",
+    "overlaps", "relative shift", "span scores", "arc loss", "standardised sets", "x-vector",
 }  # fmt: skip
 if torch.__version__ < "2.12":  # whose spectra take sizes that are symbols
     RECORDED.remove("long convolution")

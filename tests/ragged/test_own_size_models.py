@@ -15,7 +15,7 @@ from tests.ragged.test_packed_forward import packed_of
 from tests.trust.programs import model
 
 RECORDED = {"CRF", "spans"}  # loops over a size
-ALONE = {"pairwise scores"}  # a diagonal of scores
+ALONE = {"pairwise scores", "mixture", "statistics pooling"}  # a diagonal of scores, variances of rows
 READ_THE_MODE = (
     nn.Dropout,
     nn.MultiheadAttention,

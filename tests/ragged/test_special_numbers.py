@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxbatch.judge import differences
 from fxbatch.ragged.check import check_against_body
 from fxbatch.ragged.packed_function import PackedFunction
 from tests.ragged.against_loop import difference
@@ -135,19 +134,3 @@ def test_a_packed_form_is_compared_where_no_operand_takes_gradients() -> None:
     body = lambda *tensors: [F.embedding(tensors[0], tensors[1])]  # noqa: E731
     function = PackedFunction.of(body, [torch.arange(3)], ((0,),), [weight])
     check_against_body(function, [[torch.arange(2), torch.arange(4)]], [weight])
-
-
-@pytest.mark.parametrize("body", [lambda x: x.var(0), lambda x: x.std(0)], ids=["var", "std"])
-def test_second_derivatives_of_variances(body: Body) -> None:
-    """The mean is part of the derivative."""
-    function = PackedFunction.of(
-        lambda *tensors: [body(tensors[0])], [torch.randn(3, 2).double()], ((0,),), []
-    )
-    leaves = [torch.randn(t, 2, dtype=torch.float64, requires_grad=True) for t in (3, 4)]
-    outputs, z = function([leaves], [], function.columns_of([leaves]), torch.device("cpu"))
-    packed = function.apart(outputs, z)[0]
-    second = []
-    for results in (packed, [body(x) for x in leaves]):
-        first = torch.autograd.grad([t.square().sum() for t in results], leaves, create_graph=True)
-        second += torch.autograd.grad([g.square().sum() for g in first], leaves)
-    assert not differences(second[:2], second[2:])
