@@ -159,11 +159,6 @@ class Lengths:
         flat = padded.reshape(self.n * self.longest, *padded.shape[2:])
         return flat if self.uniform else flat.index_select(0, self.places)
 
-    def first_rows(self, padded: torch.Tensor) -> torch.Tensor:
-        """[n, longest of another size, ...] => [total, ...]: so many first rows of each instance."""
-        places = self._to(padded_places(self.sizes, self.total, padded.shape[1]))
-        return padded.flatten(0, 1).index_select(0, places)
-
     def hide(self, padded: torch.Tensor, dim: int, fill: float = float("-inf")) -> torch.Tensor:
         """Padding along dimension `dim` of [n, ...] becomes `fill`."""
         if self.uniform:
@@ -433,16 +428,8 @@ class _ExtremeOfAll(torch.autograd.Function):
         return chosen * size.each(gradient / count).view_as(reference), None, None, None
 
 
-def pairs_in_a_row(padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
-    """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
-    width = np.maximum(b.sizes, 1)[both.segments]
-    i, j = both.positions // width, both.positions % width
-    places = (both.segments * a.longest + i) * b.longest + j
-    return padded.flatten(0, 2).index_select(0, torch.from_numpy(places).to(padded.device))
-
-
 def pairs(rows: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
-    """The other way; padding repeats pairs of the instance."""
+    """[total of a * b, ...] => [n, longest of a, longest of b, ...]; padding repeats pairs of the instance."""
     i, j = a.repeated[:, :, None], b.repeated[:, None, :]
     places = both.starts[:, None, None] + i * b.sizes[:, None, None] + j
     if both.shortest == 0:

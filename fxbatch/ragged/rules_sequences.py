@@ -8,7 +8,6 @@ are summed.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import fx
@@ -216,40 +215,12 @@ def _last(dtype: torch.dtype, descending: bool) -> str:
 def _topk(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     """The first rows. That no instance has fewer is asked when the body is traced."""
     a = e.bound(node)
-    if x.layout == PADDED and a["sorted"] and not depends(a["k"]):
-        return _topk_of_pairs(e, node, x, dims[0])
-    if x.layout != PACKED or not a["sorted"]:
-        raise NoRule("it sorts along one of two sizes of its own, or not at all")
-    size, val = e.lengths(x.shape[dims[0]]), node.meta["val"]
-    name = e.line(_first_elements(e, f"{size}.pad({x.name}, {{}})", x, dims[0], 1, a))
-    if depends(a["k"]):
-        rows = e.lengths(a["k"])
-        return tuple(e.packed(f"{rows}.first_rows({name}[{i}].movedim(-1, 1))", t) for i, t in enumerate(val))
+    if x.layout != PACKED or not a["sorted"] or depends(a["k"]):
+        raise NoRule("as many as the instance says, along one of two sizes of its own, or not sorted")
+    size, val, down = e.lengths(x.shape[dims[0]]), node.meta["val"], bool(a["largest"])
+    padded = f"{size}.pad({x.name}, {_last(x.dtype, down)})"
+    name = e.line(f"{e.const(topk)}({padded}, {size}, {e.source(a['k'])}, {down})")
     return tuple(e.packed(f"{name}[{i}].movedim(-1, {dims[0] + 1})", t) for i, t in enumerate(val))
-
-
-def _first_elements(e: Emitter, padded: str, x: Packed, d: int, place: int, a: dict[str, Any]) -> str:
-    """A call that gives the values and the places of a topk along dimension d; padded: what becomes the padded value,
-    its padding left open."""
-    down = bool(a["largest"])
-    count = e.column(a["k"]) if depends(a["k"]) else e.source(a["k"])
-    size = e.lengths(x.shape[d])
-    return f"{e.const(topk)}({padded.format(_last(x.dtype, down))}, {place}, {size}, {count}, {down})"
-
-
-def _topk_of_pairs(e: Emitter, node: fx.Node, x: Packed, d: int) -> Emitted:
-    """The nearest neighbours of each row: along one of two sizes of its own."""
-    a, place = e.bound(node), x.place(d)
-    hidden = f"{e.lengths(x.shape[d])}.hide({x.name}, {place}, {{}})"
-    name = e.line(_first_elements(e, hidden, x, d, place, a))
-    (left,) = [b for b in x.axes if b != d]
-    held = [d, *x.rest]
-    order = [0, *[1 + held.index(b) for b in sorted(held)]]
-    results = []
-    for i, t in enumerate(node.meta["val"]):
-        some = e.line(f"{name}[{i}].movedim(-1, 2)")
-        results.append(e.packed(f"{e.lengths(x.shape[left])}.unpad({some}).permute({order})", t))
-    return tuple(results)
 
 
 @over("roll")
@@ -361,9 +332,6 @@ def _nll_of_places(e: Emitter, a: Arguments, val: Traced, x: Packed, target: Pac
         rows = e.lengths(x.shape[0])
         places = e.line(f"z.elements(({rows}, {classes}), ({rows}.position, {labels}), {rows})")
         picked = f"{x.name}.flatten().index_select(0, {places})"
-    elif x.layout == PACKED and target.layout == DENSE:
-        columns = f"torch.arange({x.shape[0]}, device={x.name}.device)"
-        picked = f"{x.name}[z.rows({classes}, {labels}, None), {columns}]"
     else:
         raise NoRule("classes along a size of its own")
     name = e.line(f"(-{picked}).masked_fill({ignored}, 0)")

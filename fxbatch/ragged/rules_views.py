@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import Shape, Size, depends
-from fxbatch.ragged.lengths import interleaved, pairs, pairs_in_a_row
+from fxbatch.ragged.lengths import interleaved
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -76,7 +76,7 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if x.layout == DENSE or not axes:
         raise NoRule("a view between a fixed shape and one of its own")
     if len(axes) != len(x.axes):
-        return _pairs_in_a_row(e, x, shape, val)
+        raise NoRule("a view that joins two sizes of its own")
     order, physical, joined = _grouped(x.shape, shape)
     if x.layout == PADDED or len(axes) > 1:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
@@ -89,20 +89,6 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {rest})")
     wanted = [d for d in range(len(shape)) if d not in axes]
     return e.packed(e.permuted(name, [0] + [1 + physical.index(d) for d in wanted]), val)
-
-
-def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
-    """[T, S] as [T * S], and back: all pairs of an instance."""
-    wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
-    a = own_dimensions(wide)[0]
-    if own_dimensions(wide) != (a, a + 1) or own_dimensions(narrow) != (a,):
-        raise NoRule("a view that joins two sizes of its own with others")
-    others = (*wide[:a], *wide[a + 2 :]), (*narrow[:a], *narrow[a + 1 :])
-    if others[0] != others[1] or sympy.expand(wide[a] * wide[a + 1] - narrow[a]):
-        raise NoRule("a view that joins two sizes of its own with others")
-    sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
-    move = e.const(pairs_in_a_row if x.layout == PADDED else pairs)
-    return e.packed(f"{move}({x.name}, {sizes})", val)
 
 
 def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
@@ -175,7 +161,7 @@ def _select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
     if d not in x.axes:
         if depends(i):
-            return _row_of_own_place(e, x, d, i, val)
+            raise NoRule("a place of its own")
         return e.packed(f"{x.name}.select({x.place(d)}, {i})", val)
     one = _part(e, x, d, _start(e, i, e.lengths(x.shape[d])), e.lengths(1), 1)
     if x.layout == PACKED:
@@ -190,19 +176,6 @@ def _part(e: Emitter, x: Packed, d: int, begin: str, out: str, step: int) -> str
     if x.layout == PACKED:
         return e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {step}))")
     return e.line(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {step}, {size}.longest)")
-
-
-def _row_of_own_place(e: Emitter, x: Packed, d: int, i: object, val: object) -> Packed:
-    """Of a dimension that is as long in all instances one place, another one in each: `table[len(x)]`."""
-    place = _start(e, i, e.lengths(int(x.shape[d])))
-    index = e.line(f"z.tensor({place}, torch.int64)")
-    if x.layout == WHOLE:
-        name = e.line(f"{x.name}.index_select({d}, {index})")
-        return e.packed(f"{name}.movedim({d}, 0)" if d else name, val)
-    if x.layout != DENSE:
-        raise NoRule("a place of its own")
-    name = e.line(f"{x.name}.movedim({d + 1}, 1)" if d else x.name)
-    return e.packed(f"{name}[torch.arange(n, device={name}.device), {index}]", val)
 
 
 def _start(e: Emitter, i: Size, size: str) -> str:
@@ -289,15 +262,8 @@ def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
 
 def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
-    shape = shape_of(val)
-    axes = own_dimensions(shape)
-    if len(axes) > 1:
-        if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
-            raise NoRule("other sizes of their own")
-        operands = ", ".join(_as_padded(e, p, val) for p in parts)
-        sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
-        out, place = e.lengths(shape[d]), axes.index(d) + 1
-        return e.packed(f"z.joined(({operands},), ({sizes},), {out}, {place})", val)
+    if len(own_dimensions(shape_of(val))) > 1:
+        raise NoRule("rows of two sizes of their own")
     names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
     order = e.line(f"{e.const(interleaved)}(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
@@ -376,10 +342,7 @@ def _constant_pad(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitt
             size, out = e.lengths(x.shape[d]), e.lengths(shape_of(val)[d])
             first = e.column(before) if depends(before) else before
             if x.layout == PADDED:
-                if not depends(shape_of(val)[d]):
-                    raise NoRule("padding to one length")
-                name = e.line(f"z.widened({name}, {x.place(d)}, {size}, {out}, {first}, {value})")
-                continue
+                raise NoRule("padding of one of two sizes of its own")
             name = e.line(f"z.padded_rows({name}, {size}, {out}, {first}, {value})")
             if not depends(shape_of(val)[d]):
                 x = e.of_rows(name, d, val)
@@ -412,10 +375,7 @@ def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         a["dtype"], a["device"] = val.dtype, Code("z.device")
     fill = a.get("fill_value")
     if depends(fill):
-        if own_dimensions(shape) or isinstance(a.get("self"), Packed):
-            raise NoRule("filled with a size")
-        filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
-        return e.packed(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
+        raise NoRule("filled with a size")
     if "size" not in a:
         raise NoRule("a factory of this kind")
     rest = [str(d) for d in shape if not depends(d)]

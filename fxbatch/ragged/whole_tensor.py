@@ -64,29 +64,25 @@ def _at_the_edge(factors: torch.Tensor, products: torch.Tensor) -> bool:
     return bool((factors == 0).any() or not products.isfinite().all())
 
 
-def topk(
-    padded: torch.Tensor, dim: int, size: Lengths, counts: object, largest: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and places of the first `counts` elements (one number, or one of each instance) along a padded dimension
-    of [n, ...], as many as the largest count says; padding is what comes last. The dimension becomes the last.
+def topk(padded: torch.Tensor, size: Lengths, count: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and places of the first `count` rows of [n, longest, ...]; padding is what comes last. The rows become the
+    last dimension.
 
     Which of several equal numbers come first is what torch.topk chooses for so many elements.
     """
-    elements = padded.movedim(dim, -1)
-    counts = np.broadcast_to(np.asarray(counts), (size.n,))
-    most = int(counts.max(initial=0))
+    elements = padded.movedim(1, -1)
     values, places = elements.sort(dim=-1, descending=largest, stable=True)
-    first = values.detach()[..., : most + 1]
+    first = values.detach()[..., : count + 1]
     neighbours = first[..., 1:], first[..., :-1]
     equal = neighbours[0] == neighbours[1]
     if first.is_floating_point():
         equal = equal | neighbours[0].isnan() & neighbours[1].isnan()
-    places = places[..., :most]
+    places = places[..., :count]
     if not equal.any():
-        return values[..., :most], places
+        return values[..., :count], places
     chosen = places.clone()
-    for length, count in sorted(set(zip(size.list, counts.tolist(), strict=True))):
-        same = torch.from_numpy(((size.sizes == length) & (counts == count)).nonzero()[0]).to(padded.device)
+    for length in sorted(set(size.list)):
+        same = torch.from_numpy((size.sizes == length).nonzero()[0]).to(padded.device)
         some = elements.detach().index_select(0, same)[..., :length]
-        chosen[same, ..., :count] = some.topk(count, dim=-1, largest=largest)[1]
+        chosen[same] = some.topk(count, dim=-1, largest=largest)[1]
     return elements.gather(-1, chosen), chosen

@@ -152,28 +152,13 @@ OF_ROWS: dict[str, Case] = {
         lambda x, w: F.linear(x[:, None] - x[None], w).tanh() * (x @ x.t()).unsqueeze(-1), ALL, (W,)
     ),
     "norm of scores": (lambda x: (x @ x.t()).norm() * torch.linalg.vector_norm(x @ x.t()), SOME, ()),
-    "nearest": (
-        lambda x: (
-            torch.cdist(x, x).topk(2, 1, largest=False), (x @ x.t()).topk(3, 0)[0],
-            (x[:, None] * x[None]).topk(2, 1)[0],
-        ),
-        LONG, (),
-    ),
     "heads of words": (
-        lambda x, w: (
+        lambda x: (
             F.cross_entropy(x @ x.t(), x.argmax(1) % len(x)),
             F.nll_loss((x @ x.t()).log_softmax(1), torch.where(x[:, 0] > 0, 0, -100), reduction="none"),
-            F.cross_entropy(w @ x.t(), x.argmax(0) % len(x), reduction="sum"),
             F.cross_entropy(x.sum(1), x.sum(1).argmax()),
         ),
-        SOME, (SQUARE,),
-    ),
-    "pairs in a row": (
-        lambda x: (
-            (x @ x.t()).flatten().log_softmax(0).view(len(x), len(x)),
-            (x[:, None] * x[None]).reshape(-1, 6).cumsum(0), (x[None] - x[:, None]).flatten(0, 1).sum(0),
-        ),
-        ALL, (),
+        SOME, (),
     ),
     "counts": (
         lambda x: x * torch.bincount(x.argmax(1) % len(x), minlength=len(x))[:, None]
@@ -474,6 +459,25 @@ KEPT: dict[str, Callable[..., Any]] = {
     ),
     "distances in scores": lambda x: (
         (x @ x.t() - (torch.arange(len(x))[:, None] - torch.arange(len(x))[None]).abs()).softmax(1) @ x
+    ),
+    "nearest": lambda x: (
+        *torch.cdist(x, x).topk(2, 1, largest=False),
+        (x @ x.t()).topk(3, 0)[0],
+        (x[:, None] * x[None]).topk(2, 1)[0],
+    ),
+    "pairs in a row": lambda x: (
+        (x @ x.t()).flatten().log_softmax(0).view(len(x), len(x)),
+        (x[:, None] * x[None]).reshape(-1, 6).cumsum(0),
+        (x[None] - x[:, None]).flatten(0, 1).sum(0),
+    ),
+    "columns and rows of scores": lambda x: (
+        torch.cat([x @ x.t(), x[:, :1]], 1),
+        F.pad(x @ x.t(), (1, 0, 0, 2)),
+        (x @ x.t())[1:, :-1],
+    ),
+    "half of the rows": lambda x: x.topk(len(x) // 2, 0)[0] + torch.full((6,), len(x)),
+    "classes of columns": lambda x: F.cross_entropy(
+        SQUARE.to(x) @ x.t(), x.argmax(0) % len(x), reduction="sum"
     ),
     "std of equal rows": lambda x: (x * 0).std(0, correction=0),
     "variance and mean": lambda x: (*torch.var_mean(x, 0, unbiased=False), x.std(0, keepdim=True)),
