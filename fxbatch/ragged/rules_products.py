@@ -138,6 +138,8 @@ def _matrix_power(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitt
 def _attention(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """Attention of each instance by itself: queries, keys and values padded, padding hidden from the queries."""
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
+    if _of_items(q, k, v, mask):
+        return e.packed(e.call(node.target, a), val)
     if any(x.rank != q.rank or set(x.axes) - {x.rank - 2} for x in (q, k, v)):
         raise NoRule("attention with a size of its own elsewhere than along queries or keys")
     if a.get("enable_gqa") or all(x.layout == WHOLE for x in (q, k, v)):
@@ -149,6 +151,17 @@ def _attention(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     *heads, _, features = shape_of(val)
     shape = ", ".join(map(str, ("n", *heads, f"{name}.shape[-2]", features)))
     return e.gathered(e.line(f"{name}.reshape({shape})"), val)
+
+
+def _of_items(q: Packed, k: Packed, v: Packed, mask: Packed | None) -> bool:
+    """Whether each of an instance's items attends within itself, as the characters of words do: a batch of more."""
+    if any(
+        x.layout != PACKED or x.axes != (0,) or x.shape[0] != q.shape[0] or x.rank != 4 for x in (q, k, v)
+    ):
+        return False
+    if mask is None or mask.layout == WHOLE:
+        return mask is None or mask.rank < 4
+    return mask.layout == PACKED and mask.axes == (0,) and mask.rank == 4
 
 
 def _heads(e: Emitter, x: Packed) -> str:

@@ -15,7 +15,9 @@ from tests.ragged.test_packed_forward import packed_of
 from tests.trust.programs import model
 
 RECORDED = {"CRF", "spans"}  # loops over a size
-ALONE = {"pairwise scores", "mixture", "statistics pooling"}  # a diagonal of scores, variances of rows
+ALONE = {  # a diagonal of scores, variances of rows, neighbours, as many rows as the instance says
+    "pairwise scores", "mixture", "statistics pooling", "edge convolution", "top-k pooling",
+}  # fmt: skip
 READ_THE_MODE = (
     nn.Dropout,
     nn.MultiheadAttention,
