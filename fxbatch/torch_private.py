@@ -640,8 +640,6 @@ any_autocast = _is_any_autocast_enabled
 functions_enabled = _is_torch_function_enabled
 set_grad_enabled = _set_grad_enabled
 module_call = torch.nn.Module._wrapped_call_impl
-# What make_fx writes down for `with torch.autocast(...)`. Checked: 2.13.0.
-enter_autocast, exit_autocast = torch.amp._enter_autocast, torch.amp._exit_autocast
 
 # Checked against 2.11.0 and 2.13.0: where torch.nn.utils.parametrize keeps whether results are cached.
 CACHED_PARAMETRIZATIONS = vars(parametrize), "_cache_enabled"
@@ -651,7 +649,7 @@ FAKE_ATTRIBUTES = frozenset(dir(FakeTensor))  # of fake tensors, and so of all t
 __all__ = [
     "CACHED_PARAMETRIZATIONS",
     "FAKE_ATTRIBUTES",
-    "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped", "enter_autocast", "exit_autocast",
+    "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped",
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",

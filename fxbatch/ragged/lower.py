@@ -31,8 +31,6 @@ from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
 from fxbatch.torch_private import (
     TreeSpec,
-    enter_autocast,
-    exit_autocast,
     set_grad_enabled,
     tree_flatten,
     tree_unflatten,
@@ -41,13 +39,6 @@ from fxbatch.torch_private import (
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
 
 _OF_MEMORY = ("as_strided", "as_strided_copy", "as_strided_scatter", "new_empty_strided", "set_")
-
-# What a graph may call besides operators, and what of a Minibatch does it.
-_SWITCHES = {
-    set_grad_enabled: "set_grad_enabled",
-    enter_autocast: "enter_autocast",
-    exit_autocast: "exit_autocast",
-}
 
 
 class NoRule(Exception):
@@ -153,7 +144,7 @@ class Emitter:
         self.written: dict[str, str] = {}  # code -> the name that holds what it gives
         self.random = False  # whether an operator has drawn numbers
         self.draws = False  # whether the operator that is written draws numbers: no two are the same then
-        # Whether gradients or autocast were switched: equal code may give something else then.
+        # Whether gradients were switched: equal code may give something else then.
         self.switched = False
         self.counted: dict[Size, str] = {}  # symbol of a size that depends on values -> its column
         self._count = 0
@@ -181,9 +172,8 @@ class Emitter:
             self.written.popitem()
 
     def switch(self, node: fx.Node) -> None:
-        """Gradients on or off, into autocast or out of it: what is written from now on runs in these modes."""
-        how = ", ".join(self.const(x) for x in node.args if not isinstance(x, fx.Node))
-        self.lines.append(f"z.{_SWITCHES[node.target]}({how})")
+        """Gradients on or off for what is written from now on."""
+        self.lines.append(f"z.set_grad_enabled({self.const(node.args[0])})")
         self.written.clear()
         self.switched = True
 
@@ -480,7 +470,7 @@ def _lower_node(e: Emitter, node: fx.Node, rule_of: RuleOf, alone: Rule) -> None
         e.env[node] = e.env[node.args[0]][node.args[1]]
         return
     if not isinstance(node.target, torch._ops.OpOverload):
-        if node.target not in _SWITCHES:
+        if node.target is not set_grad_enabled:
             raise NoPackedForm(f"it calls {node.target}")
         e.switch(node)
         return

@@ -42,20 +42,9 @@ class PackedMinibatch:
     sizes: Sequence[np.ndarray]  # one column a symbol
     # Of results, where they depend on values.
     sizes_by_values: dict[Any, Lengths] = field(default_factory=dict)
-    casts: list[torch.autocast] = field(default_factory=list)
 
     # Switches autograd on or off for the lines that follow in the emitted function.
     set_grad_enabled = staticmethod(set_grad_enabled)
-
-    def enter_autocast(self, *how: Any) -> None:
-        """Enters autocast for the lines that follow in the emitted function."""
-        cast = torch.autocast(*how)
-        cast.__enter__()
-        self.casts.append(cast)
-
-    def exit_autocast(self) -> None:
-        """Out of the autocast that was entered last."""
-        self.casts.pop().__exit__(None, None, None)
 
     def tensor(self, column: object, dtype: torch.dtype) -> torch.Tensor:
         """[n]: a number of each instance."""
@@ -330,8 +319,6 @@ class PackedFunction:
             return self.function(z, arguments), z
         finally:  # where something was raised
             set_grad_enabled(grad)
-            while z.casts:
-                z.exit_autocast()
 
     def packed(
         self,

@@ -160,26 +160,12 @@ def test_modes_inside_of_the_forward(code: Callable[..., Any]) -> None:
         flags = [[t.requires_grad for t in result] for result in theirs]
         assert [[t.requires_grad for t in result] for result in ours] == flags
         compare_in_autocast(run(made, [batch]), _loop(made, batch), torch.bfloat16)
-    assert variants_of(made)
+    assert bool(variants_of(made)) == (code is not casting)  # which is recorded
 
 
 def _loop(made: nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor | None]:
     with fxbatch.disabled():
         return run(made, [batch])
-
-
-def test_what_raises_in_autocast_leaves_it() -> None:
-    def looking_up(m: Switching, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-            return m.l(x)[x[:, 0].long()]
-
-    made = Switching(looking_up)
-    made([torch.zeros(n, 8) for n in (4, 7, 5)])
-    assert variants_of(made)
-    for _ in range(2):
-        with pytest.raises(IndexError):
-            made([torch.full((n, 8), 100.0) for n in (4, 7, 5)])
-        assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
 
 
 def test_a_write_without_gradients_is_not_packed_as_one_with_them() -> None:
