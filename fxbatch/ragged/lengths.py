@@ -243,16 +243,6 @@ class Lengths:
         size = np.maximum(self.sizes, 1)[out.segments]
         return self._to(self.starts[out.segments] + out.positions % size)
 
-    def binned(self, rows: torch.Tensor, bins: int, how: str, fill: object = 0) -> torch.Tensor:
-        """[total, ...] => [n, bins, ...]: "mean" or "max" of the rows of each of so many parts, as even as can be."""
-        edges = np.arange(bins + 1)[None] * self.none_empty().sizes[:, None]
-        begin, end = edges[:, :-1] // bins, -(-edges[:, 1:] // bins)
-        parts = Lengths((end - begin).reshape(-1), self.device)
-        first = (self.starts[:, None] + begin).reshape(-1)
-        items = rows.index_select(0, self._to(first[parts.segments] + parts.positions))
-        pooled = parts.divided(parts.sum(items), 1) if how == "mean" else parts.pad(items, fill).max(1)[0]
-        return pooled.reshape(self.n, bins, *rows.shape[1:])
-
     @functools.cached_property
     def reversed(self) -> torch.Tensor:
         """int64 [total]: the rows of each instance from its last to its first."""

@@ -298,11 +298,9 @@ def _count(x: Packed, dims: list[int]) -> int:
 
 
 def _masked_reduction(e: Emitter, node: fx.Node, x: Packed, dims: list[int], fill: str, how: str) -> Emitted:
-    """Over one or both of two own sizes: padding is `fill`, and reduces to nothing. how: a method, or a call of what is
-    reduced and its dimensions."""
+    """Over one or both of two own sizes: padding is `fill`, and reduces to nothing. how: a method."""
     name = e.hidden(x, dims, fill)
-    call = how if "{" in how else f"{{}}.{how}({{}})"
-    name = e.line(call.format(name, tuple(x.place(d) for d in dims)))
+    name = e.line(f"{name}.{how}({tuple(x.place(d) for d in dims)})")
     if all(a in dims for a in x.axes):
         return _kept(e, node, name)
     return _other_rows(e, name, x, dims, node.meta["val"])
@@ -516,14 +514,9 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
     arguments = e.bound(node)
     order = arguments.get("p", arguments.get("ord"))
     order = 2 if order is None else order
-    if x.layout not in (PACKED, PADDED) or not 0 < order < float("inf") or arguments.get("dtype") is not None:
+    if x.layout != PACKED or not 0 < order < float("inf") or arguments.get("dtype") is not None:
         raise NoRule("this norm over rows")
     of_one_number = all(x.shape[d] == 1 for d in dims if d not in x.axes)
-    if x.layout == PADDED:
-        call = f"torch.linalg.vector_norm({{}}, {order}, {{}})"
-        if of_one_number:
-            call = f"{e.const(norm)}({{}}, {order}, {{}}, {_along(e, x, dims)})"
-        return _masked_reduction(e, node, x, dims, "0", call)
     others = [x.place(d) for d in dims if d not in x.axes]
     size = e.rows_of(x)
     name = e.line(f"{x.name}" if not others else f"{x.name}.flatten(1)")
@@ -531,13 +524,8 @@ def _norm(e: Emitter, node: fx.Node, x: Packed, dims: list[int]) -> Emitted:
         raise NoRule("this norm over rows and some columns")
     padded = f"{size}.pad({name})" + (".flatten(1)" if others else "")
     if of_one_number:
-        return _kept(e, node, f"{e.const(norm)}({padded}, {order}, (1,), [({size}, 1)])")
+        return _kept(e, node, f"{e.const(norm)}({padded}, {order}, {size})")
     return _kept(e, node, f"torch.linalg.vector_norm({padded}, {order}, 1)")
-
-
-def _along(e: Emitter, x: Packed, dims: list[int]) -> str:
-    """The sizes that a padded value has along dimensions, and their places."""
-    return "[" + "".join(f"({e.lengths(x.shape[d])}, {x.place(d)}), " for d in dims if d in x.axes) + "]"
 
 
 @rule("batch_norm")

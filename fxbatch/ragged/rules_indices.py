@@ -75,8 +75,7 @@ def _index(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if places != list(range(len(places))):
         raise NoRule("indices of later dimensions")
     if x.layout == PADDED:
-        flat, where = _elements(e, x, indices, shape_of(val)[: val.dim() - (x.rank - 2)])
-        return e.packed(f"{flat}[{where}]", val)
+        raise NoRule("indices into two sizes of its own")
     indices = [e.to_dense(v) for v in indices]
     if len(indices) > 1:
         common = shape_of(val)[: val.dim() - (x.rank - len(places))]
@@ -126,18 +125,6 @@ def _nonzero(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Packed:
     mask = e.by_elements(x, f"({x.name} != 0)", torch.bool)
     picked = e.rows_where(mask, shape_of(val)[0])
     return e.packed(f"{size}.position.index_select(0, {picked}).unsqueeze(1)", val)
-
-
-def _elements(e: Emitter, x: Packed, indices: list[Packed], common: tuple[object, ...]) -> tuple[str, str]:
-    """A padded value as a table of the elements of its two own sizes, and where two indices of `common` shape are."""
-    if x.axes != (0, 1) or len(indices) != 2 or any(v.dtype == torch.bool for v in indices):
-        raise NoRule("indices into two sizes of their own")
-    if own_dimensions(common) not in ((), (0,)):
-        raise NoRule("indices whose own size is not their first")
-    names = [e.aligned(e.to_dense(v), common) for v in indices]
-    size = e.lengths(common[0]) if own_dimensions(common) else None
-    sizes = ", ".join(e.lengths(x.shape[d]) for d in x.axes)
-    return e.line(f"{x.name}.flatten(0, 2)"), e.line(f"z.elements(({sizes}), ({', '.join(names)}), {size})")
 
 
 def _of_whole(e: Emitter, x: Packed, indices: list[Packed], places: list[int], val: torch.Tensor) -> Packed:
@@ -192,7 +179,7 @@ def _index_put(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if any(v is None or v.dtype == torch.bool for v in indices):
         raise NoRule("writes to a mask or to later dimensions")
     if len(indices) > 1:
-        return _put_elements(e, a, val, x, indices)
+        raise NoRule("writes to several indices")
     index = e.to_dense(a["indices"][0])
     if index.rank != 1:
         raise NoRule("writes to indices of more dimensions")
@@ -217,18 +204,6 @@ def _put_where(e: Emitter, x: Packed, mask: Packed, values: Packed, accumulate: 
         raise NoRule("writes to a mask of other dimensions than its own")
     code = f"torch.where({e.aligned(flags, x.shape)}, {e.aligned(values, x.shape)}, {x.name})"
     return e.packed(code, val)
-
-
-def _put_elements(e: Emitter, a: Arguments, val: torch.Tensor, x: Packed, indices: list[Packed]) -> Emitted:
-    """x[i, j] = values, where i and j are as many."""
-    common = indices[0].shape
-    if x.layout != PADDED or any(v.shape != common for v in indices) or len(common) != 1:
-        raise NoRule("writes to several indices")
-    flat, where = _elements(e, x, indices, common)
-    wanted = (*common, *x.shape[2:])
-    values = e.aligned(e.to_dense(a["values"]), wanted)
-    put = e.line(f"{flat}.index_put(({where},), {values}, {bool(a['accumulate'])})")
-    return e.packed(f"{put}.unflatten(0, {x.name}.shape[:3])", val)
 
 
 @rule("gather")

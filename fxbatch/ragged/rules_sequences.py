@@ -114,19 +114,6 @@ def _convolution(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitte
     return e.gathered(name, val)
 
 
-@rule("avg_pool1d")
-def _pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    """Means of the rows that a sliding kernel meets."""
-    x = e.to_dense(a["self"])
-    time = x.rank - 1
-    kernel, padding = a["kernel_size"][0], a["padding"][0]
-    stride = a["stride"][0] if a["stride"] else kernel
-    if x.axes != (time,) or not own_dimensions(shape_of(val)) or a["ceil_mode"] or not a["count_include_pad"]:
-        raise NoRule("pooling of this kind")
-    size, out = e.lengths(x.shape[time]), e.lengths(shape_of(val)[time])
-    return e.packed(f"z.windows({size}, {out}, {x.name}, {kernel}, {padding}, {stride}, 1).mean(1)", val)
-
-
 @rule("max_pool2d_with_indices")
 def _max_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     """The largest of the rows that a sliding kernel meets: what max_pool1d is made of, an image of height 1."""
@@ -147,22 +134,6 @@ def _refuse_readers(node: fx.Node, of: str) -> None:
     """Raises where more is read than the first result of a node."""
     if any(len(user.users) for user in node.users if user.args[1] != 0):
         raise NoRule(of)
-
-
-@rule("_adaptive_avg_pool2d", "adaptive_max_pool2d")
-def _adaptive_pool(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    """Means or maxima of so many parts of the rows: an image of height 1, as those of one dimension are made."""
-    x, (height, bins) = e.to_dense(a["self"]), a["output_size"]
-    time = x.rank - 1
-    mean = isinstance(val, torch.Tensor)
-    if x.axes != (time,) or x.shape[time - 1] != 1 or height != 1 or depends(bins):
-        raise NoRule("pooling of this kind")
-    if not mean:
-        _refuse_readers(node, "the places of what is pooled")
-    size = e.lengths(x.shape[time])
-    how = "'mean'" if mean else f"'max', {no_extreme(x.dtype, 'max')}"
-    name = f"{size}.binned({x.name}, {bins}, {how}).movedim(1, -1)"
-    return e.packed(name, val) if mean else (e.packed(name, val[0]), None)
 
 
 # -- along rows ---------------------------------------------------------------------------------------------

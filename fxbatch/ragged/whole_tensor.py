@@ -11,29 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from fxbatch.ragged.lengths import Lengths
-from fxbatch.ragged.padding import Along
 
 
-def norm(padded: torch.Tensor, order: float, dims: Sequence[int], along: Along) -> torch.Tensor:
-    """The vector norm over dimensions of [n, ...] whose padding is zero, those of fixed size having one element.
+def norm(padded: torch.Tensor, order: float, size: Lengths) -> torch.Tensor:
+    """The vector norm over the first dimension after the instances, whose padding is zero.
 
     The norm of one number is its absolute value, where the root of its square overflows.
     """
-    norms = torch.linalg.vector_norm(padded, order, tuple(dims))
-    single = np.ones(len(padded), dtype=bool)
-    for size, _ in along:
-        single &= size.sizes == 1
-    if not single.any() or all(size.longest == 1 for size, _ in along):
+    norms = torch.linalg.vector_norm(padded, order, 1)
+    single = size.sizes == 1
+    if not single.any() or size.longest == 1:
         return norms
     instances = torch.from_numpy(single.nonzero()[0]).to(padded.device)
-    numbers = padded.index_select(0, instances)
-    for _, dim in along:
-        numbers = numbers.narrow(dim, 0, 1)
-    return norms.index_copy(0, instances, torch.linalg.vector_norm(numbers, order, tuple(dims)))
+    numbers = padded.index_select(0, instances).narrow(1, 0, 1)
+    return norms.index_copy(0, instances, torch.linalg.vector_norm(numbers, order, 1))
 
 
 def product(rows: torch.Tensor, sizes: Sequence[int], dim: int, how: str) -> torch.Tensor:
