@@ -122,14 +122,6 @@ class PackedMinibatch:
         if their first dimension differs; else they are [n, ...]. from_end: negative ones count from the end. An index
         that is out of the instance's range becomes one that is out of every range, so that reading it is an error."""
         trailing = [1] * (index.dim() - 1)
-        if index.is_cpu and index.dtype == torch.int64:  # in numpy, where a launch is 0.5 us
-            numbers = index.numpy()
-            first, sizes = (
-                (x if index_size is None else np.repeat(x, index_size.sizes)).reshape(-1, *trailing)
-                for x in (size.starts, size.sizes)
-            )
-            if (numbers.view(np.uint64) < sizes.view(np.uint64)).all():  # none is negative or beyond the last
-                return torch.from_numpy(numbers + first)
         begin, count = (
             (x if index_size is None else index_size.each(x)).view(-1, *trailing)
             for x in (size.offsets, size.column)
