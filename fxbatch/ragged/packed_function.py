@@ -81,6 +81,18 @@ class PackedMinibatch:
         places = start[:, None] + size.repeated * step
         return self._picked(padded, dim, places.clip(0, max(have - 1, 0)))
 
+    def joined(
+        self, parts: Sequence[torch.Tensor], sizes: Sequence[Lengths], out: Lengths, dim: int
+    ) -> torch.Tensor:
+        """The elements of each instance in all parts, one part after another, along dimension 1 or 2."""
+        places, first = out.repeated, np.zeros((self.n, 1), dtype=np.int64)
+        row_places, begin = np.zeros_like(places), 0
+        for size in sizes:
+            mine = (places >= first) & (places < first + size.sizes[:, None])
+            row_places = np.where(mine, places - first + begin, row_places)
+            first, begin = first + size.sizes[:, None], begin + size.longest
+        return self._picked(torch.cat(list(parts), dim), dim, row_places)
+
     def _picked(self, padded: torch.Tensor, dim: int, places: np.ndarray) -> torch.Tensor:
         front = padded.transpose(1, dim)
         rows = torch.from_numpy(places + np.arange(self.n)[:, None] * front.shape[1]).to(self.device)

@@ -262,8 +262,15 @@ def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
 
 def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
-    if len(own_dimensions(shape_of(val))) > 1:
-        raise NoRule("rows of two sizes of their own")
+    shape = shape_of(val)
+    axes = own_dimensions(shape)
+    if len(axes) > 1:
+        if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
+            raise NoRule("other sizes of their own")
+        operands = ", ".join(_as_padded(e, p, val) for p in parts)
+        sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
+        out, place = e.lengths(shape[d]), axes.index(d) + 1
+        return e.packed(f"z.joined(({operands},), ({sizes},), {out}, {place})", val)
     names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
     order = e.line(f"{e.const(interleaved)}(({', '.join(lengths)},))")
     name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")

@@ -251,7 +251,10 @@ OF_ROWS: dict[str, Case] = {
     ),
 }  # fmt: skip
 # One operator of theirs runs instance by instance: as many as the instance says, or rows of two sizes of their own.
-ALONE = {"topk of half", "topk of a rounded share", "scores with a place more", "scores joined"}
+ALONE = {
+    "topk of half", "topk of a rounded share", "scores with a place more", "pairs at indices",
+    "pairs written", "norm of scores",
+}  # fmt: skip
 OF_PAIRS: dict[str, Case] = {
     "two sizes": (lambda a, b: (a @ b.t()).softmax(-1) @ b, EMPTY_PAIRS, ()),
     "nothing to attend": (lambda a, b: (a @ b.t()).softmax(-1) @ b, [*PAIRS, (3, 0)], ()),
