@@ -418,6 +418,14 @@ class _ExtremeOfAll(torch.autograd.Function):
         return chosen * size.each(gradient / count).view_as(reference), None, None, None
 
 
+def pairs_in_a_row(padded: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
+    """[n, longest of a, longest of b, ...] => [total of a * b, ...]."""
+    width = np.maximum(b.sizes, 1)[both.segments]
+    i, j = both.positions // width, both.positions % width
+    places = (both.segments * a.longest + i) * b.longest + j
+    return padded.flatten(0, 2).index_select(0, torch.from_numpy(places).to(padded.device))
+
+
 def pairs(rows: torch.Tensor, a: Lengths, b: Lengths, both: Lengths) -> torch.Tensor:
     """[total of a * b, ...] => [n, longest of a, longest of b, ...]; padding repeats pairs of the instance."""
     i, j = a.repeated[:, :, None], b.repeated[:, None, :]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import Shape, Size, depends
-from fxbatch.ragged.lengths import interleaved
+from fxbatch.ragged.lengths import interleaved, pairs, pairs_in_a_row
 from fxbatch.ragged.lower import (
     DENSE,
     PACKED,
@@ -76,7 +76,7 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     if x.layout == DENSE or not axes:
         raise NoRule("a view between a fixed shape and one of its own")
     if len(axes) != len(x.axes):
-        raise NoRule("a view that joins two sizes of its own")
+        return _pairs_in_a_row(e, x, shape, val)
     order, physical, joined = _grouped(x.shape, shape)
     if x.layout == PADDED or len(axes) > 1:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
@@ -89,6 +89,20 @@ def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
     name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {rest})")
     wanted = [d for d in range(len(shape)) if d not in axes]
     return e.packed(e.permuted(name, [0] + [1 + physical.index(d) for d in wanted]), val)
+
+
+def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
+    """[T, S] as [T * S], and back: all pairs of an instance."""
+    wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
+    a = own_dimensions(wide)[0]
+    if own_dimensions(wide) != (a, a + 1) or own_dimensions(narrow) != (a,):
+        raise NoRule("a view that joins two sizes of its own with others")
+    others = (*wide[:a], *wide[a + 2 :]), (*narrow[:a], *narrow[a + 1 :])
+    if others[0] != others[1] or sympy.expand(wide[a] * wide[a + 1] - narrow[a]):
+        raise NoRule("a view that joins two sizes of its own with others")
+    sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
+    move = e.const(pairs_in_a_row if x.layout == PADDED else pairs)
+    return e.packed(f"{move}({x.name}, {sizes})", val)
 
 
 def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:

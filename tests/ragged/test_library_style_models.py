@@ -25,7 +25,8 @@ RECORDED = {  # their code asks for sizes as plain numbers, or for a view that t
 ALONE = {  # one operator of theirs runs instance by instance
     "graph U-net", "U-net in one dimension", "norm of all rows", "normalised adjacency", "interpolated", "stretched",
     "overlaps", "relative shift", "span scores", "arc loss", "standardised sets", "x-vector",
-    "dynamic graph", "point transformer", "span reader", "mention pairs",
+    "dynamic graph", "point transformer", "mention pairs",
+    "DiffPool", "adaptive pooling", "pyramid pooling", "normalised scores",
 }  # fmt: skip
 if torch.__version__ < "2.12":  # whose spectra take sizes that are symbols
     RECORDED.remove("long convolution")
