@@ -1,29 +1,29 @@
-"""An operation graph as a list of instructions, each a call of torch: what runs where there is no native program.
+"""An operation graph as calls of torch that write to given memory: what runs where there is no native program.
 
-In: an operation graph `(n, *ins) -> outs`. Out: a Kernel, for any number of rows. Calls that make a result write
-it to the memory that is given for it; what depends on shared operands alone is a list of its own, run once a run.
+In: an operation graph `(n, *ins) -> outs`. Out: a Kernel, for any number of rows. Its body is a graph `(n, *ins, *outs,
+*prepared)` of calls, with `out=` where torch's function takes it, whose code torch.fx makes when it runs first; what
+depends on shared operands alone is a graph of its own, run once a run.
 
     kernel = emit_kernel(graphs.forward)
     kernel(n, (*groups, *shared), (h, c, None), workspace)   # h, c are written, the third is made
-    print(kernel.body.instructions[0])         # addmm_default = addmm(weights_2, groups_1, permute_default)
+    print(kernel.source)                       # addmm_default = addmm(weights_2, groups_1, permute_default)
 """
 
 from __future__ import annotations
 
-import functools
 import operator
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxbatch.codegen.native import extension
-from fxbatch.codegen.operation_graphs import Shape, device_of, is_cast, is_tensor, is_view, shape
-from fxbatch.codegen.simplify import constant_value, is_random
-from fxbatch.torch_private import direct_call, tree_leaves
+from fxbatch.codegen.operation_graphs import device_of, is_cast, is_tensor, is_view, shape
+from fxbatch.codegen.simplify import constant_value, is_random, slice_bounds
+from fxbatch.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
 Form = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]
@@ -47,127 +47,53 @@ _SCALARS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Register:
-    """Where a run of a kernel keeps a tensor or a number."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-@dataclass(frozen=True, eq=False)
-class Instruction:
-    """`output = call(*arguments, **keywords)`, of registers, lists of these, and what is known beforehand."""
-
-    operation: str
-    call: Callable[..., object]
-    arguments: tuple[object, ...]
-    output: Register
-    keywords: tuple[tuple[str, object], ...] = ()
-    out: Register | None = None  # the tensor that the call writes its result to
-
-    def reads(self) -> list[Register]:
-        """All registers that it reads."""
-        operands = self.arguments, self.keywords, self.out
-        return [x for x in tree_leaves(operands) if isinstance(x, Register)]
-
-    def __str__(self) -> str:
-        named = [f"{k}={_text(x)}" for k, x in self.keywords] + ([f"out={self.out}"] if self.out else [])
-        return f"{self.output} = {self.operation}({', '.join([*map(_text, self.arguments), *named])})"
-
-
-@dataclass(frozen=True, eq=False)
-class InstructionList:
-    """Instructions that read `inputs`, and give `results`."""
-
-    instructions: tuple[Instruction, ...]
-    inputs: tuple[Register, ...]
-    results: tuple[Register, ...]
-
-    def bind(self) -> Callable[[Sequence[object]], list[Any]]:
-        """The function of what is in the inputs. It is compiled: a loop over the list took 1.1 to 1.3 of its time."""
-        scope: dict[str, Any] = {}
-        lines = [f"{''.join(f'{x}, ' for x in self.inputs)}= given"] if self.inputs else []
-        last = {x: k for k, item in enumerate(self.instructions) for x in item.reads()}
-        names_left = {*self.inputs, *self.results}
-        for k, x in enumerate(self.instructions):
-            named = [f"{name}={_code(value, scope)}" for name, value in x.keywords]
-            named += [] if x.out is None else [f"out={x.out}"]
-            arguments = [*(_code(value, scope) for value in x.arguments), *named]
-            if x.call is operator.getitem:
-                call = f"{arguments[0]}[{arguments[1]}]"
-            elif getattr(torch.Tensor, x.operation, None) is x.call:
-                call = f"{arguments[0]}.{x.operation}({', '.join(arguments[1:])})"
-            else:
-                call = f"{_code(x.call, scope)}({', '.join(arguments)})"
-            lines.append(f"{x.output} = {call}")
-            dead = [str(r) for r in dict.fromkeys(x.reads()) if last[r] == k and r not in names_left]
-            lines += [f"del {', '.join(dead)}"] if dead else []
-        lines.append(f"return [{', '.join(_code(x, scope) for x in self.results)}]")
-        exec("\n    ".join(["def run(given):", *lines]) + "\n", scope)
-        return scope["run"]
-
-    def __str__(self) -> str:
-        lines = (*self.instructions, f"return {', '.join(map(str, self.results))}")
-        return "\n    ".join(map(str, lines)) + "\n"
-
-
-def _code(value: object, scope: dict[str, object]) -> str:
-    """A register, a number, a list of these as code; all else by a name in `scope`."""
-    if isinstance(value, (list, tuple)) and any(isinstance(x, Register) for x in tree_leaves(value)):
-        inner = ", ".join(_code(x, scope) for x in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
-    if isinstance(value, Register) or value is None or type(value) in (bool, int):
-        return str(value)
-    name = next((name for name, x in scope.items() if x is value), f"known__{len(scope)}")
-    scope[name] = value
-    return name
-
-
-def _text(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        inner = ", ".join(map(_text, value))
-        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
-    return str(value) if isinstance(value, (Register, torch.dtype)) else repr(value)
-
-
-@dataclass(frozen=True, eq=False)
 class Kernel:
     """`kernel(n, ins, outs, workspace) -> list of results`, to be run under `torch.no_grad()`.
 
-    `outs[i]` is contiguous memory that result i is written to, or None: then it is made. `launches` counts the calls
-    that do work (views are free).
+    `outs[i]` is contiguous memory that result i is written to, or None: then it is made.
     """
 
-    body: InstructionList  # of n, ins, outs and what was prepared
-    preparation: InstructionList | None  # of some inputs: what depends on shared operands alone
+    body: fx.GraphModule  # of n, ins, outs and what was prepared
+    preparation: fx.GraphModule | None  # of some inputs: what depends on shared operands alone
     prepared_of: tuple[int, ...]  # which inputs
     forms: tuple[Form, ...]  # of the results for no rows
-    launches: int
-    run: Callable[[Sequence[object]], list[torch.Tensor]]
-    prepare: Callable[[Sequence[object]], Sequence[torch.Tensor]] | None  # `preparation` as a function
 
     @property
     def source(self) -> str:
-        """The instructions, one a line."""
-        inputs = ", ".join(map(str, self.body.inputs))
-        source = f"kernel({inputs}):\n    {self.body}"
-        if self.preparation is not None:
-            read = ", ".join(map(str, self.preparation.inputs))
-            source += f"\n\nprepare({read}):\n    {self.preparation}"
-        return source
+        """The calls, one a line."""
+        source = f"kernel{_lines(self.body.graph)}"
+        return source if self.preparation is None else f"{source}\n\nprepare{_lines(self.preparation.graph)}"
 
     def __call__(
         self, n: int, ins: Sequence[torch.Tensor], outs: Sequence[torch.Tensor | None], workspace: Workspace
     ) -> list[torch.Tensor]:
         if n == 0:
             return no_rows(outs, self.forms)
-        if self.prepare is None:
-            return self.run((n, *ins, *outs))
-        return self.run(
-            (n, *ins, *outs, *workspace.prepared(self, tuple([ins[i] for i in self.prepared_of])))
-        )
+        if self.preparation is None:
+            return self.body.forward(n, *ins, *outs)
+        shared = tuple([ins[i] for i in self.prepared_of])
+        return self.body.forward(n, *ins, *outs, *workspace.prepared(self, shared))
+
+
+def _lines(graph: fx.Graph) -> str:
+    """A graph's inputs, its calls, and what it gives."""
+    inputs = [x.name for x in graph.nodes if x.op == "placeholder"]
+    calls = [x for x in graph.nodes if x.op in ("call_function", "call_method")]
+    lines = [f"{x.name} = {_name(x.target)}({', '.join(_arguments(x))})" for x in calls]
+    results = ", ".join(map(_text, graph.output_node().args[0]))
+    return "\n    ".join([f"({', '.join(inputs)}):", *lines, f"return {results}\n"])
+
+
+def _name(target: object) -> str:
+    return getattr(target, "__name__", str(target)).split(".")[0].removeprefix("_")
+
+
+def _arguments(node: fx.Node) -> list[str]:
+    return [*map(_text, node.args), *(f"{name}={_text(x)}" for name, x in node.kwargs.items())]
+
+
+def _text(x: object) -> str:
+    return f"[{', '.join(map(_text, x))}]" if isinstance(x, (list, tuple)) else str(x)
 
 
 class Workspace:
@@ -194,14 +120,14 @@ class Workspace:
 
     def prepared(self, kernel: Kernel, shared: tuple[torch.Tensor, ...]) -> Sequence[torch.Tensor]:
         """The tensors that a kernel computes of shared operands alone: once per run, and again after a write to one."""
-        assert kernel.prepare is not None
+        assert kernel.preparation is not None
         if self._run is None or any(x.is_inference() for x in shared):
-            return kernel.prepare(shared)
+            return kernel.preparation.forward(*shared)
         versions = [x._version for x in shared]
         before = self._prepared.get(kernel)
         if before is not None and before[1] == versions and all(map(operator.is_, before[0], shared)):
             return before[2]
-        tensors = kernel.prepare(shared)
+        tensors = kernel.preparation.forward(*shared)
         self._prepared[kernel] = (shared, versions, tensors)
         return tensors
 
@@ -214,49 +140,48 @@ class Workspace:
 
 
 def emit_kernel(module: fx.GraphModule) -> Kernel:
-    """The instructions of an operation graph."""
-    graph = module.graph
+    """The kernel of an operation graph."""
+    graph, body, preparation = module.graph, fx.Graph(), fx.Graph()
     places = [x for x in graph.nodes if x.op == "placeholder"]
-    nodes: list[fx.Node] = list(graph.output_node().args[0])
-    hoisted, hoisted_nodes = find_prepared(graph)
-    positions = tuple(i for i, x in enumerate(places[1:]) if any(u in hoisted for u in x.users))
-    outs = [Register(f"o{i}") for i in range(len(nodes))]
-    emitter = _KernelEmitter({x: Register(x.name) for x in places}, nodes, outs)
+    results: list[fx.Node] = list(graph.output_node().args[0])
+    hoisted, read = find_prepared(graph)
+    prepared_of = tuple(i for i, x in enumerate(places[1:]) if any(user in hoisted for user in x.users))
+    prepared = {places[1 + i]: preparation.placeholder(places[1 + i].name) for i in prepared_of}
+    node_of = {x: body.placeholder(x.name) for x in places}
+    outs = [body.placeholder(f"o{i}") for i in range(len(results))]
+    node_of |= {x: body.placeholder(x.name) for x in read}
     for node in graph.nodes:
         if node in hoisted:
-            emitter._call(node, emitter.prepared)
-        elif node.op == "call_function":
-            emitter._node(node)
+            prepared[node] = _call(preparation, node, prepared)
         elif node.op == "get_attr":
-            emitter.registers[node] = operator.attrgetter(str(node.target))(module)
-    results = tuple(emitter._result(i, node) for i, node in enumerate(nodes))
-    read = tuple(emitter.registers[x] for x in hoisted_nodes)
-    inputs = (*(emitter.registers[x] for x in places), *outs, *read)
-    body = InstructionList(tuple(emitter.body), inputs, results)
-    preparation = None
-    if hoisted:
-        prepared_inputs = tuple(emitter.registers[places[1 + i]] for i in positions)
-        preparation = InstructionList(tuple(emitter.prepared), prepared_inputs, read)
-    prepare = None if preparation is None else preparation.bind()
-    forms = tuple(map(_form, nodes))
-    return Kernel(body, preparation, positions, forms, emitter.launches, body.bind(), prepare)
+            node_of[node], prepared[node] = body.node_copy(node), preparation.node_copy(node)
+        elif node.op == "call_function":
+            out = outs[results.index(node)] if node in results and _takes_out(node) else None
+            node_of[node] = _call(body, node, node_of, out)
+    body.output([_given(body, i, results, node_of, out) for i, out in enumerate(outs)])
+    preparation.output([prepared[x] for x in read])
+    return Kernel(
+        LazyGraphModule(module, body),
+        LazyGraphModule(module, preparation) if hoisted else None,
+        prepared_of,
+        tuple(map(_form, results)),
+    )
 
 
 def call_alone(node: fx.Node, results: Sequence[fx.Node]) -> Callable[[Sequence[object]], object]:
     """One call as a function of the tensors that it reads and the memory that its results are written to, in a row.
     results: the call, or the items of what it gives."""
-    outs = [Register(f"o{i}") for i in range(len(results))]
-    emitter = _KernelEmitter({x: Register(x.name) for x in node.all_input_nodes}, results, outs)
-    read = (*emitter.registers.values(), *outs)
+    graph = fx.Graph()
+    node_of = {x: graph.placeholder(x.name) for x in node.all_input_nodes}
+    outs = [graph.placeholder(f"o{i}") for i in range(len(results))]
     direct = list(results) == [node] and _torch_function(node) is not None
-    emitter._call(node, emitter.body, outs[0] if direct else None)
+    node_of[node] = _call(graph, node, node_of, outs[0] if direct else None)
     for out, x in () if direct else zip(outs, results, strict=True):
-        if x is not node:
-            emitter._call(x, emitter.body)
-        emitter.body.append(
-            Instruction("into", torch.Tensor.copy_, (out, emitter.registers[x]), Register(f"{out}_there"))
-        )
-    return InstructionList(tuple(emitter.body), read, ()).bind()
+        source = node_of[x] if x is node else _call(graph, x, node_of)
+        graph.call_method("copy_", (out, source))
+    graph.output(())
+    alone = LazyGraphModule({}, graph)
+    return lambda given: alone.forward(*given)
 
 
 def find_prepared(graph: fx.Graph) -> tuple[dict[fx.Node, None], list[fx.Node]]:
@@ -293,137 +218,50 @@ def _ends_in(node: fx.Node, results: dict[fx.Node, None]) -> bool:
     return any(x in results or _ends_in(x, results) for x in node.users if is_view(x))
 
 
-@dataclass
-class _KernelEmitter:
-    """Instructions as they are written."""
-
-    registers: dict[fx.Node, Any]  # or what is known of a node beforehand
-    results: Sequence[fx.Node]
-    outs: Sequence[Register]  # memory that is given for each
-    body: list[Instruction] = field(default_factory=list)
-    prepared: list[Instruction] = field(default_factory=list)  # run once a run, of shared operands
-    written: dict[fx.Node, int] = field(default_factory=dict)  # node -> the result that its call writes
-    launches: int = 0
-
-    def _node(self, node: fx.Node) -> None:
-        work = is_tensor(node) or isinstance(node.meta["values"][0], (tuple, list))
-        work = work and not is_view(node) and not _is_getitem(node)
-        self.launches += work
-        if is_cast(node) and node in self.results:
-            out, source = self.outs[self.results.index(node)], self._argument(node.args[0])
-            function, arguments, keywords = self._aten(node)
-            cast = functools.partial(_cast_into, function, arguments[1:], keywords)
-            output = self.registers[node] = Register(node.name)
-            self.body.append(Instruction("aten__to_copy_default", cast, (source, out), output))
-            return
-        self._call(node, self.body, self._direct(node) if work else None)
-
-    def _direct(self, node: fx.Node) -> Register | None:
-        """Where the call writes a result, or what a result is a reshape of; None: then the call makes it."""
-        for i, result in enumerate(self.results if _torch_function(node) is not None else ()):
-            reshaped = result.target is aten.reshape.default and result.args[0] is node
-            if i not in self.written.values() and (result is node or reshaped):
-                self.written[node] = i
-                if not reshaped:
-                    return self.outs[i]
-                view = Register(f"o{i}_as_{node.name}")
-                n = next(iter(self.registers.values()))
-                as_node = functools.partial(_viewed, shape(node))
-                self.body.append(Instruction("reshaped", as_node, (self.outs[i], n), view))
-                return view
-        return None
-
-    def _result(self, i: int, node: fx.Node) -> Register:
-        """Where a result is at last: copied to the memory that was given what isn't there yet."""
-        register, out = self.registers[node], self.outs[i]
-        if is_cast(node) and self.results.index(node) == i and node.op == "call_function":
-            return cast(Register, register)  # written there
-        reshaped = node.target is aten.reshape.default and self.written.get(node.args[0]) == i
-        if not reshaped and (
-            self.written.get(node) == i or not is_tensor(node) or node.meta["values"][0].is_sparse
-        ):
-            return cast(Register, register)
-        last = Register(f"result_{i}")
-        if reshaped:
-            self.body.append(Instruction("given_or", _given_or, (out, register), last))
-            return last
-        new = _is_new(node) and self.results.count(node) == 1
-        self.body.append(Instruction("into", _into if new else _copy_into, (register, out), last))
-        self.launches += 1
-        return last
-
-    # -- calls
-
-    def _call(self, node: fx.Node, to: list[Instruction], out: Register | None = None) -> None:
-        if node.target is aten.detach.default:
-            source = self.registers[node] = self._argument(node.args[0])
-            if to is not self.body:  # what is prepared has names of its own
-                output = self.registers[node] = Register(node.name)
-                to.append(Instruction("detach", torch.Tensor.detach, (source,), output))
-            return
-        keywords: dict[str, object] = {}
-        target: object = node.target
-        if _is_getitem(node):
-            operation, call, arguments = "getitem", operator.getitem, tuple(map(self._argument, node.args))
-        elif is_view(node):
-            operation, call, arguments = self._view(node)
-        else:
-            call, arguments, keywords = self._aten(node)
-            operation = getattr(_torch_function(node), "__name__", None) or re.sub(
-                r"\W+", "_", ("aten_" if is_tensor(node) else "") + getattr(target, "__name__", str(target))
-            )
-        output = self.registers[node] = Register(node.name)
-        to.append(Instruction(operation, call, tuple(arguments), output, tuple(keywords.items()), out))
-
-    def _aten(self, node: fx.Node) -> tuple[Callable[..., Any], tuple[object, ...], dict[str, object]]:
-        """The function of a call, its arguments and keywords."""
-        target: Any = node.target
-        function = _torch_function(node)
-        if function is None:
-            function = direct_call(target) if isinstance(target, torch._ops.OpOverload) else target
-        keywords = {k: self._argument(x) for k, x in node.kwargs.items()}
-        return function, tuple(map(self._argument, node.args)), keywords
-
-    def _view(self, node: fx.Node) -> tuple[str, Callable[..., Any], tuple[object, ...]]:
-        source: Any = node.args[0]
-        read, args = self._argument(source), list(node.args[1:])
-        if node.target is aten.slice.Tensor:
-            filled: list[Any] = [*args, *[None] * (4 - len(args))]
-            dim, bounds = (filled[0] or 0) % len(shape(source)), list(map(self._argument, filled[1:]))
-            if isinstance(bounds[1], int) and bounds[1] >= 2**62:
-                bounds[1] = None
-            if any(isinstance(x, Register) for x in bounds):
-                return "slice", *self._aten(node)[:2]
-            return "getitem", operator.getitem, (read, (*[slice(None)] * dim, slice(*bounds)))
-        word = str(node.target).split(".")[1]
-        sizes: Sequence[object] = args[0] if args and isinstance(args[0], (list, tuple)) else args
-        sizes_and_more = tuple(map(self._argument, sizes)) or ((),)  # 0.5 us cheaper than a tuple
-        return word, getattr(torch.Tensor, word), (read, *sizes_and_more)
-
-    def _argument(self, value: object) -> object:
-        if isinstance(value, fx.Node):
-            return self.registers[value]
-        if isinstance(value, (list, tuple)):
-            return (list if isinstance(value, list) else tuple)(map(self._argument, value))
-        return value
+# -- calls
 
 
-def _viewed(dims: Shape, out: torch.Tensor | None, n: int) -> torch.Tensor | None:
-    return None if out is None else out.view([a * n + b for a, b in dims])
+def _call(
+    graph: fx.Graph, node: fx.Node, node_of: dict[fx.Node, fx.Node], out: fx.Node | None = None
+) -> fx.Node:
+    """A call of an operation graph as one that writes to `out`; views by methods, which cost less."""
+    args, kwargs = map_arg((node.args, node.kwargs), node_of.__getitem__)
+    target: Any = _torch_function(node) or node.target
+    if target is aten.detach.default:
+        return args[0]
+    if target is aten.slice.Tensor and (bounds := slice_bounds(node)) is not None:
+        dim, start, end = bounds
+        return graph.create_node("call_method", "narrow", (args[0], dim, start, end - start), {}, node.name)
+    if is_view(node) and target is not aten.slice.Tensor:
+        sizes = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else args[1:]
+        word = str(target).split(".")[1]
+        return graph.create_node("call_method", word, (args[0], *(sizes or ((),))), {}, node.name)
+    if out is not None and is_cast(node):
+        target, args, kwargs = _cast_into, (args[0], out, node.meta["values"][0].dtype), {}
+    elif out is not None:
+        kwargs = {**kwargs, "out": out}
+    return graph.create_node("call_function", target, args, kwargs, node.name)
 
 
-def _cast_into(
-    call: Callable[..., object],
-    rest: Sequence[object],
-    keywords: dict[str, object],
-    x: torch.Tensor,
-    out: torch.Tensor | None,
-) -> object:
-    return call(x, *rest, **keywords) if out is None else out.copy_(x)
+def _takes_out(node: fx.Node) -> bool:
+    """Whether a call writes its result to memory that it is given."""
+    return is_cast(node) or (is_tensor(node) and _torch_function(node) is not None)
 
 
-def _given_or(out: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return x if out is None else out
+def _given(
+    graph: fx.Graph, i: int, results: Sequence[fx.Node], node_of: dict[fx.Node, fx.Node], out: fx.Node
+) -> fx.Node:
+    """Result i, copied to the memory that is given for it where it isn't written there."""
+    node = results[i]
+    written = node.op == "call_function" and _takes_out(node) and results.index(node) == i
+    if written or not is_tensor(node) or node.meta["values"][0].is_sparse:
+        return node_of[node]
+    into = _into if _is_new(node) and results.count(node) == 1 else _copy_into
+    return graph.create_node("call_function", into, (node_of[node], out), {}, f"result_{i}")
+
+
+def _cast_into(x: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True) if out is None else out.copy_(x)
 
 
 def _into(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -453,10 +291,6 @@ def _torch_function(node: fx.Node) -> Callable[..., Any] | None:
         [(a.name, str(a.type)) for a in x if not a.is_out] == plain and len(x) == len(plain) + 1 for x in outs
     )
     return getattr(torch, word) if word in _TORCH and same else None
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,3 +217,9 @@ def assert_takes_no_rows(
 
 def _is_called(graphs: OperationGraphs, target: Any) -> bool:
     return any(node.target is target for node in graphs.forward.graph.nodes)
+
+
+def launches(kernel: Kernel) -> int:
+    """How many calls of a kernel's body do work: views, items and sizes don't."""
+    free = (operator.getitem, operator.add, operator.mul)
+    return sum(x.op == "call_function" and x.target not in free for x in kernel.body.graph.nodes)
