@@ -52,18 +52,6 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return NotImplemented if index.dim() or not x.dim() else x.index_select(dim, index.reshape(1))
 
 
-def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    wide = torch.atleast_1d(x)
-    dim %= wide.dim()
-    place = torch.where(index.reshape(-1) < 0, index.reshape(-1) + wide.shape[dim], index.reshape(-1))
-    hits = torch.zeros(wide.shape[dim], dtype=torch.int64, device=x.device)
-    hit = hits.scatter(0, place, 1) > 0  # an index out of range is an error, as in torch's
-    sizes = [1] * wide.dim()
-    sizes[dim] = wide.shape[dim]
-    fill = value if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype, device=x.device)
-    return torch.where(hit.reshape(sizes), fill.to(x.dtype), wide).reshape(x.shape)
-
-
 def index_put(
     x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False
 ) -> object:
@@ -83,14 +71,6 @@ def index_put(
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """As a new tensor, so that what is written later isn't seen in the source."""
     return source.to(x.dtype).to(x.device).expand(x.shape).clone()
-
-
-def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    if source.numel() == 0:
-        return x.clone()
-    wide, mask = torch.broadcast_tensors(x, mask)
-    nth = mask.reshape(-1).to(torch.int64).cumsum(0).sub(1).clamp_min(0)
-    return torch.where(mask, source.reshape(-1)[nth].reshape(mask.shape), wide)
 
 
 def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
@@ -136,21 +116,6 @@ def trilinear(
     ]
     letters_left = "".join(x for i, x in enumerate(letters) if i not in sumdim)
     return torch.einsum(f"{','.join(terms)}->{letters_left}", a, b, c)
-
-
-# -- Calls that speak of memory (strides, memory formats), as calls that speak of elements.
-
-_FORMATS = (torch.channels_last, torch.channels_last_3d)
-
-
-def to_copy(x: Tensor, *, memory_format: torch.memory_format | None = None, **kwargs: object) -> Tensor:
-    if memory_format not in _FORMATS:
-        return NotImplemented
-    return aten._to_copy.default(x, **kwargs)
-
-
-def clone(x: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return aten.clone.default(x) if memory_format in _FORMATS else NotImplemented
 
 
 # -- Random fills of tensors, as draws that vmap makes anew for each row.
@@ -267,15 +232,12 @@ DECOMPOSITIONS: Decompositions = {
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_select.default: index_select,
-    aten.index_fill.int_Scalar: _index_fill,
-    aten.index_fill.int_Tensor: _index_fill,
     aten.take.default: lambda x, index: aten.index.Tensor(x.reshape(-1), [index]),
     aten.copy.default: copy,
     aten.fill.Scalar: torch.full_like,
     aten.fill.Tensor: copy,
     aten.zero.default: torch.zeros_like,
     aten.masked_fill.Tensor: lambda x, mask, value: torch.where(mask, value.to(x.dtype), x),
-    aten.masked_scatter.default: masked_scatter,
     aten.select_scatter.default: select_scatter,
     aten.slice_scatter.default: slice_scatter,
     aten._trilinear.default: trilinear,
@@ -287,8 +249,6 @@ DECOMPOSITIONS: Decompositions = {
     aten.exponential.default: exponential,
     aten._thnn_fused_gru_cell.default: fused_gru_cell,
     aten._thnn_fused_lstm_cell.default: fused_lstm_cell,
-    aten._to_copy.default: to_copy,
-    aten.clone.default: clone,
 }
 
 

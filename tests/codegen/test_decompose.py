@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fxbatch.codegen.kernel import Workspace
 from fxbatch.codegen.operation_graphs import OperationGraphs, Unbatched
 from fxbatch.torch_private import fake_mode, native_kernels, tree_leaves
 from tests.codegen.operation_cases import assert_equals_rows, build, run_kernels
+from tests.trust.programs import assert_equal, two, vectors
 
 IDX = torch.tensor
 
@@ -63,7 +65,6 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
     "index_add, bool": (lambda x, i: (x > 0).index_add(0, i, x[i] > 0), [D(5), IDX([1, 0, 1])]),
     "index_select by a number": (lambda x, i: x.index_select(1, i), [D(5, 4, 3), IDX(2)]),
     "index_copy": (lambda x, i, y: x.index_copy(0, i, y), [D(5, 4), IDX([1, 0]), D(2, 4)]),
-    "index_fill": (lambda x, i: x.index_fill(1, i, 2.0), [D(3, 5), IDX([1, -1])]),
     "index_put": (lambda x, i, y: x.index_put((i,), y), [D(5, 4), IDX([1, 0, 3]), D(3, 4)]),
     "index_put, added": (
         lambda x, i, y: x.index_put((i,), y, accumulate=True),
@@ -80,7 +81,6 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
     "take": (torch.take, [D(5, 4), IDX(3)]),
     "strided": (lambda x: x.as_strided((2, 3), (1, 2), 1) * 2, [D(3, 4)]),
     "strided, overlapping": (lambda x: torch.as_strided_copy(x, (2, 2), (1, 1)), [D(5)]),
-    "channels last": (lambda x: x.to(memory_format=torch.channels_last).sin(), [D(1, 2, 3, 4)]),
     "rolled, flat": (lambda x: torch.roll(x, 2), [D(3, 4)]),
     "masked values": (lambda x, m, y: x.index_put((m,), y), [D(3, 4), IDX([True, False, True]), D(4)]),
     "masked values, added": (
@@ -93,7 +93,6 @@ FUNCTIONS: dict[str, tuple[Any, list[torch.Tensor]]] = {
     "write where": (_write_masked, [D(3, 4), IDX([True, False, True])]),
     "fill": (_fill, [D(3, 4), D(4)]),
     "all filled": (lambda x: (x * 1).fill_(2.0) * 3, [D(3)]),
-    "masked_scatter": (torch.masked_scatter, [D(4), IDX([True, False, True, False]), D(4)]),
     "masked fill by a tensor": (lambda x, m, y: x.masked_fill(m, y), [D(3), IDX([True, False, True]), D()]),
     "cdist": (torch.cdist, [D(4, 3), D(2, 3)]),
     "solve": (torch.linalg.solve, [D(3, 3), D(3)]),
@@ -133,6 +132,20 @@ MODULES: dict[str, tuple[nn.Module, list[torch.Tensor]]] = {
 @pytest.mark.parametrize("name", list(FUNCTIONS))
 def test_functions(name: str) -> None:
     assert_equals_rows(*FUNCTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.index_fill(0, torch.tensor([1, -1]), 2.0),
+        lambda x: x.masked_scatter(torch.tensor([True, False, True, False]), x * 2),
+        lambda x: x.reshape(1, 1, 2, 2).to(memory_format=torch.channels_last).sin(),
+    ],
+)
+def test_calls_that_run_one_by_one(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    graphs, _ = build(function, [D(4)])
+    assert isinstance(graphs, Unbatched)
+    assert_equal(lambda self, x: function(self.a(x)), vectors(4, 4, 4), two())
 
 
 @pytest.mark.parametrize("name", list(MODULES))
