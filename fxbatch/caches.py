@@ -57,7 +57,6 @@ CACHES = {
     "idle passes": Kind("columns, which signatures are called", 256, "engine"),
     "signatures of rewrites": Kind("operation or members, types, modes, arguments", 1024, "engine"),
     "signatures in blocks": Kind("signature", 4096, "engine"),
-    "equal calls": Kind("checksum of columns", 256, "engine"),
     "rows of arrays": Kind("array", 4096, "pool"),
     "gradient memory": Kind("shape, dtype", 64, "engine"),
     "traces": Kind("digest of a trace", 256, "model"),

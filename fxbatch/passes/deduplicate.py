@@ -6,8 +6,7 @@
     v3 = s1 embed(v2) @1
     return v1, v3
 
-    rewrite = Deduplicator()             # where it pays: what `deduplicate="auto"` runs
-    rewrite(program) is program          # few calls, few equal ones, or a structure that is planned once for all
+    deduplicate_large(program) is program   # few calls, or few equal ones: what `deduplicate="auto"` runs
 
 Equal are calls of one signature on the same values; numbers of equal bits; constants that are one tensor,
 or small tensors of equal bits that need no gradient. Random calls are never equal to any other.
@@ -29,9 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fxbatch.caches import Cache
 from fxbatch.ir import NOT_THERE, Program
-from fxbatch.passes.select import checksum, select_calls
+from fxbatch.passes.select import select_calls
 from fxbatch.torch_private import inside_functorch
 from fxbatch.trace.constants import PLAIN_TENSORS, IntegerColumn, RowColumn, read_payload
 
@@ -57,8 +55,6 @@ SMALL_CONSTANT = 16
 FEWEST_CALLS = 1000
 # The share of the calls that must go: with 7 % (EWT) nothing was won, with 22 % (SST) 6 % of the step.
 LEAST_SHARE = 0.125
-
-StructureKey = tuple[int, int]
 
 
 def deduplicate(program: Program, *, least: float = 0.0) -> Program:
@@ -231,35 +227,3 @@ def _comparable(payload: Sequence[torch.Tensor]) -> bool:
 def deduplicate_large(program: Program) -> Program:
     """The program with each computation once where it has many calls and enough of them are equal."""
     return program if len(program) < FEWEST_CALLS else deduplicate(program, least=LEAST_SHARE)
-
-
-class Deduplicator:
-    """`deduplicate_large`, but a structure that comes with other data is left as it is from then on.
-
-    Its plan is then made once, not once a minibatch. A minibatch that comes again, an epoch later, is no
-    other data. Bounded; a structure is known by checksums: at worst one is left alone that could have shrunk.
-    """
-
-    def __init__(self) -> None:
-        # The structure of the result; None where it came with other data.
-        self._result: Cache[StructureKey, tuple[StructureKey | None]] = Cache("equal calls")
-
-    def idle_below(self, program: Program) -> int:
-        """Programs of these signatures with fewer calls are left as they are."""
-        return FEWEST_CALLS
-
-    def __call__(self, program: Program) -> Program:
-        """The program itself, or a smaller one with its results."""
-        if len(program) < FEWEST_CALLS:
-            return program
-        structure = _structure(program)
-        before = self._result.get(structure)
-        smaller = program if before == (None,) else deduplicate_large(program)
-        after = structure if smaller is program else _structure(smaller)
-        changed = before is not None and before != (after,)
-        self._result.put(structure, (None if changed else after,))
-        return program if changed else smaller
-
-
-def _structure(program: Program) -> StructureKey:
-    return program.known, checksum(program.sig, program.inputs, program.outputs)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fxbatch.caches import Cache
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
-from fxbatch.passes.deduplicate import Deduplicator, deduplicate
+from fxbatch.passes.deduplicate import FEWEST_CALLS, deduplicate, deduplicate_large
 from fxbatch.passes.fuse import Fuser
 from fxbatch.passes.select import eliminate_dead
 from fxbatch.passes.signature_graph import survey
@@ -23,7 +23,8 @@ from fxbatch.passes.unstack_sums import Unstacker
 from fxbatch.verify import verify_program
 
 ProgramPass = Callable[[Program], Program]
-_FEW = 1000  # calls: with more, the passes take less time than finding the family
+# Calls: with more, the passes take less time than finding the family, and with fewer `deduplicate_large` does nothing.
+_FEW = FEWEST_CALLS
 
 # Name, what makes the pass (some remember from minibatch to minibatch), why it stands where it stands.
 PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
@@ -32,8 +33,11 @@ PASSES: tuple[tuple[str, Callable[[], ProgramPass], str], ...] = (
     ("unstack_sums", Unstacker, "before fuse: what it makes batches, and may be part of what is fused"),
     ("fuse", Fuser, "before deduplicate: it recognises runs inside an instance, which sharing breaks up"),
     ("deduplicate", lambda: deduplicate, "last: fused calls are fewer, and equal where their members are"),
-    ("deduplicate_large", Deduplicator, "in its place, where nobody said whether to"),
+    ("deduplicate_large", lambda: deduplicate_large, "in its place, where nobody said whether to"),
 )
+
+
+_IDLE_BELOW_FEW = ("eliminate_dead", "deduplicate_large")
 
 
 class PassRecord(NamedTuple):
@@ -94,8 +98,10 @@ class Pipeline:
             did.append(PassRecord(name, before, calls, clock - start, constants))
         self._did = did
         if program is first and family is not None:
-            others = [*self.passes.values()][1:]
-            least = min(x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others)
+            others = [rewrite for name, rewrite in self.passes.items() if name not in _IDLE_BELOW_FEW]
+            least = min(
+                (x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others), default=_FEW
+            )
             self._idle.put(family, least)
         return program
 

@@ -11,7 +11,7 @@ import torch
 import fxbatch
 from fxbatch.errors import OptionError
 from fxbatch.ir import Program
-from fxbatch.passes.deduplicate import Deduplicator, deduplicate, deduplicate_large
+from fxbatch.passes.deduplicate import deduplicate, deduplicate_large
 from fxbatch.runtime.options import Options, deduplication
 from tests import models as M
 from tests.oracle import check_equal
@@ -40,23 +40,6 @@ def test_few_calls_and_few_equal_ones_are_left_alone() -> None:
     check_same_results(often, deduplicate_large(often))
     # 500 words with their embeddings, and 300 pairs of words, of which 50 come twice
     assert len(deduplicate_large(often)) == 500 * 2 + 250
-
-
-def test_one_structure_with_other_data_is_left_alone_from_then_on() -> None:
-    rewrite = Deduplicator()
-    one, other = words_program(*range(100), *range(500)), words_program(*range(300), *range(300))
-    first = rewrite(one)
-    assert len(first) < len(one)
-    assert len(rewrite(one)) == len(first)  # an epoch later: the same data
-    assert rewrite(other) is other and rewrite(one) is one
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    rewrite = Deduplicator()
-    rewrite._result.most = 2
-    for length in (500, 502, 504, 506):
-        rewrite(words_program(*range(length), *range(200)))
-    assert len(rewrite._result) == 2
 
 
 def test_numbers_are_compared_by_their_bits() -> None:
