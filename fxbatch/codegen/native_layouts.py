@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -268,14 +268,6 @@ def narrow(span: Span, dim: int, start: int, size: int) -> Span:
     dims = (*span.shape[:dim], (0, size), *span.shape[dim + 1 :])
     strides = tuple(0 if n == ONE else s for n, s in zip(dims, span.strides, strict=True))
     return Span(span.base, span.offset + start * span.strides[dim], dims, strides, span.dtype)
-
-
-def turned(span: Span) -> Span:
-    """Matrices with lines and columns exchanged."""
-    rows, lines, columns = span.shape
-    return replace(
-        span, shape=(rows, columns, lines), strides=(span.strides[0], span.strides[2], span.strides[1])
-    )
 
 
 def dense(out: Span, count: int) -> tuple[int, ...]:

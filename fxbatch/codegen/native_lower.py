@@ -44,7 +44,6 @@ from fxbatch.codegen.native_layouts import (
     of_type,
     rows_and_width,
     same_rows,
-    turned,
     view,
     walk,
 )
@@ -567,33 +566,6 @@ def mean_dimensions(lowering: Lowering, node: fx.Node) -> None:
     lowering.loops(out, [out, count], "div", 0.0)
 
 
-def batched_product(lowering: Lowering, node: fx.Node) -> None:
-    """bmm of which one side is a vector per row, or a column times a line: multiplied, then added up."""
-    a, b = map(lowering.floats, node.args)
-    out, (rows, lines, terms), columns = lowering.target(node), a.shape, b.shape[2]
-    if terms == ONE:
-        lowering.loops(out, [a, b], "mul", 0.0)
-        return
-    need(lines == ONE or columns == ONE, "a product of matrices a row")
-    matrix, vector = (a, b) if columns == ONE else (turned(b), turned(a))
-    size = matrix.shape[1]
-    if matrix.strides[2] == 1 or size == ONE:
-        product_span = lowering.new_span((rows, size, terms))
-        lowering.loops(product_span, [matrix, turned(vector)], "mul", 0.0)
-        over, place = as_rows(product_span)
-        to, stride = even_rows(out.shape, out.strides)
-        need(to == over, "a product with other strides")
-        lowering.add("SUM_LAST", over, terms[1], Operand(out.base, out.offset, stride, 1), place)
-        return
-    need(terms[1] <= SHORT, "a long product of lines that lie apart")
-    product_span = lowering.new_span((rows, terms, size))
-    lowering.loops(product_span, [turned(matrix), vector], "mul", 0.0)
-    row, term, element = product_span.strides
-    first = replace(product_span, shape=(rows, size), strides=(row, element))
-    flat = replace(out, shape=(rows, size), strides=(out.strides[0], out.strides[1 if columns == ONE else 2]))
-    _sum_short(lowering, flat, first, term, terms[1])
-
-
 def softmax(lowering: Lowering, node: fx.Node) -> None:
     """log_softmax and softmax along the last dimension, and their gradients, of the gradient and the result."""
     *values, dim, half_to_float_or_dtype = node.args
@@ -676,17 +648,6 @@ def stack(lowering: Lowering, node: fx.Node) -> None:
         lowering.copy(Span(out.base, offset, shape, strides, out.dtype), lowering.span(x))
 
 
-def squared_error(lowering: Lowering, node: fx.Node) -> None:
-    """mse_loss of every element by itself, (a - b) (a - b), and its gradient, 2 (a - b) gradient."""
-    need(node.args[-1] == 0 and not node.kwargs, "a mean")
-    *gradient, a, b, _ = node.args
-    out = lowering.target(node)
-    lowering.loops(out, [lowering.floats(a), lowering.floats(b)], "add", -1.0)
-    factors = [lowering.span(2.0), lowering.span(gradient[0])] if gradient else [out]
-    for factor in factors:
-        lowering.loops(out, [out, factor], "mul", 0.0)
-
-
 def table_gradient(lowering: Lowering, node: fx.Node) -> None:
     """embedding_dense_backward(gradient, index, rows, padding, by frequency)."""
     grad, index = lowering.floats(node.args[0]), lowering.integers(node.args[1])
@@ -704,7 +665,6 @@ def table_gradient(lowering: Lowering, node: fx.Node) -> None:
 ROW_CALLS: dict[object, Callable[[Lowering, fx.Node], None]] = {
     aten.mm.default: product,
     aten.addmm.default: product,
-    aten.bmm.default: batched_product,
     aten.index_select.default: lookup,
     aten.sum.dim_IntList: sum_dimensions,
     aten.sum.default: sum_dimensions,
@@ -723,8 +683,6 @@ ROW_CALLS: dict[object, Callable[[Lowering, fx.Node], None]] = {
     operator.getitem: extreme,
     aten.logsumexp.default: log_sum_exp,
     aten.stack.default: stack,
-    aten.mse_loss.default: squared_error,
-    aten.mse_loss_backward.default: squared_error,
     aten.embedding_dense_backward.default: table_gradient,
 }
 _EXTREMES = (aten.max.dim, aten.min.dim)
