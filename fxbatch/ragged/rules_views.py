@@ -396,7 +396,10 @@ def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
         a["dtype"], a["device"] = val.dtype, Code("z.device")
     fill = a.get("fill_value")
     if depends(fill):
-        raise NoRule("filled with a size")
+        if own_dimensions(shape) or isinstance(a.get("self"), Packed):
+            raise NoRule("filled with a size")
+        filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
+        return e.packed(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
     if "size" not in a:
         raise NoRule("a factory of this kind")
     rest = [str(d) for d in shape if not depends(d)]

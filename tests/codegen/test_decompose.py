@@ -142,9 +142,7 @@ def test_functions(name: str) -> None:
         lambda x: x.reshape(1, 1, 2, 2).to(memory_format=torch.channels_last).sin(),
     ],
 )
-def test_calls_that_run_one_by_one(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    graphs, _ = build(function, [D(4)])
-    assert isinstance(graphs, Unbatched)
+def test_calls_without_a_rule_of_ours(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     assert_equal(lambda self, x: function(self.a(x)), vectors(4, 4, 4), two())
 
 

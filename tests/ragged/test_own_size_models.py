@@ -16,7 +16,7 @@ from tests.trust.programs import model
 
 RECORDED = {"CRF", "spans"}  # loops over a size
 ALONE = {  # a diagonal of scores, variances of rows, neighbours, as many rows as the instance says
-    "pairwise scores", "mixture", "statistics pooling", "edge convolution", "top-k pooling",
+    "pairwise scores", "mixture", "statistics pooling", "edge convolution", "top-k pooling", "Laplacian",
 }  # fmt: skip
 READ_THE_MODE = (
     nn.Dropout,
