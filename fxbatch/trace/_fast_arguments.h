@@ -104,6 +104,19 @@ static PyObject *value_at(PyObject *recorder, PyObject *x)
     return Py_IS_TYPE(x, Value) ? SLOT(x, at.recorder) == recorder ? x : NULL : value_behind(recorder, x);
 }
 
+/* An end of a slice, which may be a number of numpy. */
+static int token_end(Arguments *a, PyObject *x)
+{
+    if (PyLong_Check(x))
+        return PyLong_CheckExact(x) ? token_integer(a, x) : 0;
+    if (!PyIndex_Check(x) || PyObject_TypeCheck(x, Tensor))
+        return 0;
+    PyObject *number = PyNumber_Index(x);
+    int known = number ? token_integer(a, number) : -1;
+    Py_XDECREF(number);
+    return known;
+}
+
 /* A view of a parameter or buffer of a module's, by what it shows; 0 where that is for Python: gradients stop there, it is
    of another type, or complex. Those of which a row is looked up have become values (constant_of). */
 static int token_view(Arguments *a, PyObject *recorder, PyObject *t)
@@ -175,9 +188,7 @@ static int tokenise(Arguments *a, PyObject *recorder, PyObject *x, int depth)
         PyObject *parts[] = {((PySliceObject *)x)->start, ((PySliceObject *)x)->stop, ((PySliceObject *)x)->step};
         int known = token(a, (PyObject *)type, 0);
         for (int i = 0; known > 0 && i < 3; i++)
-            known = parts[i] == Py_None             ? token(a, Py_None, 0)
-                    : PyLong_CheckExact(parts[i]) ? token_integer(a, parts[i])
-                                                  : 0; /* of numpy, say */
+            known = parts[i] == Py_None ? token(a, Py_None, 0) : token_end(a, parts[i]);
         return known;
     }
     if (type == BareView) { /* compared by what of which parameter it shows, or a row that is looked up */
