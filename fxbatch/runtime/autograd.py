@@ -81,8 +81,9 @@ class RowsApart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> object:
         without = [v for v, grad in zip(ctx.values.tolist(), grads, strict=True) if grad is None]
+        ctx.run.left_out.difference_update(ctx.values.tolist())  # what a pass has left there that failed
+        ctx.run.left_out.update(without)
         if without:
-            ctx.run.left_out.update(without)
             zero = torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
             grads = tuple(zero if grad is None else grad for grad in grads)
         return None, None, torch.stack(grads)  # type: ignore[arg-type]  # there is none without

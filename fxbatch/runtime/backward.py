@@ -353,8 +353,9 @@ class Backward:
         self.run, self.memory, self.phases = run, run.memory, run.phases
         structures, memory = run.planner.structures, run.memory
         results = requests[0].values if len(requests) == 1 else np.concatenate([g.values for g in requests])
-        led_to = np.setdiff1d(results, [*run.left_out]) if run.left_out else results
-        run.left_out.clear()
+        left_out = run.left_out.intersection(results.tolist()) if run.left_out else set()
+        run.left_out -= left_out
+        led_to = np.setdiff1d(results, [*left_out]) if left_out else results
         self.reached, self.reaching = find_wanted([(p.program, p.needs) for p in self.phases], led_to)
         for phase, leads in zip(self.phases, self.reached, strict=True):
             if leads.any() and any(t._version != version for t, version in phase.read):

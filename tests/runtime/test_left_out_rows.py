@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxbatch
 from fxbatch import autobatch
 
 BAD = 3  # the instance whose first try is infinite
@@ -149,3 +150,12 @@ def test_what_is_infinite_in_the_loop_stays_so() -> None:
     )
     loss = autobatch(adaptive=False)(Trying.forward)(model, xs).sum()
     assert not all(torch.isfinite(g).all() for g in gradients(model, loss))
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_out_of_the_next() -> None:
+    torch.manual_seed(0)
+    model, xs = Trying(lambda layer, x: torch.tanh(layer(x)).sum()), instances()
+    results = autobatch(adaptive=False, out="list")(Trying.forward)(model, xs)
+    with pytest.raises(fxbatch.GradientError):
+        torch.autograd.grad(results[0], list(model.parameters()), create_graph=True)
+    torch.testing.assert_close(gradients(model, results[1]), gradients(model, model(xs[1])))
