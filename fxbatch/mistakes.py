@@ -26,6 +26,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # What PyTorch's operators don't raise: an error of another type may come from one that fxbatch calls for the user.
 _PYTHONS_OWN = (AssertionError, AttributeError, KeyError, NameError)
+_OPERATORS = (RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)  # what they do raise
 _NOTE = "fxbatch: this is a mistake inside fxbatch, please report it"
 _warned: set[tuple[str, int]] = set()  # places in fxbatch's code; only looked up
 _running: dict[CodeType, bool] = {}  # of functions that run operations (True), or users' forwards
@@ -96,8 +97,9 @@ def runs_forwards(function: F) -> F:
 
 def error_of_operation(error: Exception) -> TraceError | None:
     """What an operation has raised when it ran (an index out of range, a matrix without inverse) as a reason for the
-    loop, in which the forward may catch it. None for what a forward itself has raised, and for lack of memory."""
-    if isinstance(error, (FxbatchError, MemoryError, torch.OutOfMemoryError)):
+    loop, in which the forward may catch it. None for what a forward itself has raised, for lack of memory, and for what
+    comes from elsewhere: the end of a checkpoint's second run, a signal's handler."""
+    if not isinstance(error, _OPERATORS) or isinstance(error, (FxbatchError, torch.OutOfMemoryError)):
         return None
     of_operation, traceback = False, error.__traceback__
     while traceback is not None:

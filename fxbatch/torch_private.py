@@ -301,9 +301,8 @@ def let_dynamo_read_torch() -> None:
     """
     from torch._dynamo import trace_rules
 
-    with contextlib.suppress(
-        ValueError
-    ):  # a stub in sys.modules has no __spec__: nothing can be compiled then
+    # A stub in sys.modules has no __spec__: nothing can be compiled then.
+    with contextlib.suppress(ValueError):
         trace_rules.get_torch_obj_rule_map()
 
 

@@ -63,9 +63,8 @@ class Run:
         optimizer's step, as of a lazy block."""
         self.planner = planner
         self.lasting = lasting
-        self.left_out: set[int] = (
-            set()
-        )  # values of results that got no gradient, in the backward pass that begins
+        # Values of results that got no gradient, in the backward pass that begins.
+        self.left_out: set[int] = set()
         self.blocks = BlockMemory(planner) if differentiable else None
         self.tensors = ValueTensors()  # to packed calls
         planner.pool.begin()

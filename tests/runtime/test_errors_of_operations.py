@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fxbatch
 from fxbatch import autobatch
@@ -89,6 +90,67 @@ def test_one_that_nobody_catches_is_the_loops_and_changes_nothing() -> None:
 def test_where_all_is_batched_it_is_raised() -> None:
     with pytest.raises(IndexError):
         autobatch(adaptive=False)(Words.forward)(Words(), [torch.tensor(k) for k in (0, 1, 7)])
+
+
+class Deep(nn.Module):
+    """Some layers, one of which may be given a look at what runs."""
+
+    def __init__(self, look: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.layer, self.look = nn.Linear(3, 3), look
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One instance."""
+        h = torch.tanh(self.layer(x))
+        return Looking.apply(torch.tanh(self.layer(h)), self.look).sum()
+
+
+class Looking(torch.autograd.Function):
+    """Runs call by call, and calls a function of Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
+        look()
+        return torch.from_numpy(x.detach().numpy().copy())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def test_the_end_of_a_checkpoint_is_none() -> None:
+    torch.manual_seed(0)
+    model, xs = Deep(), torch.randn(32, 3)
+    batched = autobatch(Deep.forward)
+    torch.stack([model(x) for x in xs]).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    for _ in range(4):
+        model.zero_grad()
+        checkpoint(lambda x: batched(model, x), xs, use_reentrant=False).sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    engine = model.__dict__["_fxbatch_engines"][batched.__fxbatch__]
+    assert not engine.refusals.reason(training=True)
+
+
+def test_what_a_handler_of_signals_raises_is_none() -> None:
+    """As a limit of time does: the loop would go on."""
+
+    class Late(Exception):
+        pass
+
+    calls: list[int] = []
+
+    def look() -> None:
+        calls.append(len(calls))
+        if calls[-1] == 80:
+            raise Late
+
+    model, xs = Deep(look), torch.randn(16, 3)
+    batched = autobatch(Deep.forward)
+    with pytest.raises(Late):
+        for _ in range(12):
+            batched(model, xs)
+    assert len(calls) == 81
 
 
 class Averages(nn.Module):
