@@ -279,18 +279,21 @@ static PyObject *constants_add(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* exchange(tensor, other): what was met was `other`, which has the tensor's memory from here on. The value and its
-   place, or None. */
+/* exchange(tensor, other, but_lost): what was met was `other`, which has the content that the tensor had. The value and its
+   place, or None. but_lost: None also where the tensor was written to since and no phase has read it; `written` finds it. */
 static PyObject *constants_exchange(PyObject *self, PyObject *args)
 {
     Constants *c = (Constants *)self;
     PyObject *t, *other;
-    if (!PyArg_ParseTuple(args, "OO", &t, &other))
+    int but_lost;
+    if (!PyArg_ParseTuple(args, "OOp", &t, &other, &but_lost))
         return NULL;
     Py_ssize_t row = c->places ? *constant_place(c, t) : 0;
     if (!row || !c->rows[row - 1].value)
         Py_RETURN_NONE;
     Constant *met = &c->rows[row - 1];
+    if (but_lost && row > c->checked && !constants_find(c, t))
+        Py_RETURN_NONE;
     Py_SETREF(met->tensor, Py_NewRef(other)); /* what leads there for t is no match for it any more */
     met->version = version_of(other);
     *constant_place(c, other) = row;
@@ -362,7 +365,7 @@ static void constants_dealloc(PyObject *self)
 static PyMethodDef constants_methods[] = {
     {"get", constants_get, METH_O, "The value of a tensor as it is now, or None."},
     {"put", constants_add, METH_VARARGS, "put(tensor, value, place)"},
-    {"exchange", constants_exchange, METH_VARARGS, "exchange(tensor, other): what was met was the other; its value and place."},
+    {"exchange", constants_exchange, METH_VARARGS, "exchange(tensor, other, but_lost): what was met was the other; its value and place."},
     {"written", constants_written, METH_O, "The type of the first that was written to before it was read."},
     {"integers", constants_integers, METH_O, "What those of a type held, where they are integers."},
     {"read", constants_read, METH_NOARGS, "A phase has read all."},

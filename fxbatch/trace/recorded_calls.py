@@ -182,7 +182,6 @@ class RecordedCalls(Columns):
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
-        self.views_met = {}
         self.local: set[int] = set()  # ids of modules and parameters that forwards have made
         self.by_parts = set()
         self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
@@ -203,7 +202,7 @@ class RecordedCalls(Columns):
     def _know_nothing(self) -> None:
         """No call was recorded and no tensor met: values are of another range from here on."""
         self.base = self.count = next(_ranges) * _RANGE
-        self.constants, self.settled = new_constants(), None
+        self.constants, self.settled, self.views_met = new_constants(), None, {}
         self.numbers: dict[object, Value] = {}
         self.parameter_rows: dict[object, Value] = {}  # of the pending calls (trace/arguments.py)
         self.number_of: dict[int, Numbers] = {}  # value id -> lifted number
@@ -579,15 +578,28 @@ class RecordedCalls(Columns):
 
     def keep_content(self, t: torch.Tensor) -> None:
         """A tensor may be written to unseen from here on: pending calls read what it holds now."""
-        if self.constants.get(t) is None:
-            return
+        if self.constants.get(t) is not None:
+            self.hold_a_copy(t)
+
+    def hold_a_copy(self, t: torch.Tensor) -> None:
+        """Nothing that was recorded of a tensor until now refers to it any more."""
         with torch.set_grad_enabled(t.requires_grad):
             copy = t.clone()
-        v, place = self.constants.exchange(t, copy)
-        if v._value - self.base >= self.phases.known:
-            for rows in self.payload.values():
-                if place < len(rows) and rows[place] is t:
-                    rows[place] = copy
+        self.hold_instead(t, copy, but_lost=True)
+
+    def hold_instead(self, t: torch.Tensor, other: torch.Tensor, *, but_lost: bool = False) -> None:
+        """What was recorded of a tensor until now is of another one from here on, which has the content that it had.
+        but_lost: unless it was written to since and calls are pending that read what it held before."""
+        met = self.constants.exchange(t, other, but_lost)
+        if met is None:
+            return
+        v, place = met
+        sid = self.knowledge.constant_entries[other.shape, other.dtype, other.device].sid
+        ran = v._value - self.base < self.phases.known
+        for payload in self.phases.constants if ran else (self.payload,):
+            rows = payload.get(sid, ())
+            if place < len(rows) and rows[place] is t:
+                rows[place] = other
 
     def constant_of_own(self, t: torch.Tensor) -> Value:
         """The value of a real tensor that is met now."""
@@ -725,7 +737,6 @@ class RecordedCalls(Columns):
         self.phases.add(sig, inputs, self.payload, self.count - self.base)
         self.sigs, self.inputs = new_column(), new_column()
         self.payload, self.lifted, self.parameter_rows = {}, {}, {}
-        self.views_met = {}
         self.constants.read()
         self.starts, self.runs = [0], [self.runs[-1]]
         return program

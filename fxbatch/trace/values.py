@@ -594,12 +594,16 @@ class MetTensors:
         self._last[id(t)] = len(self._rows)
         self._rows.append((t, v, None if t.is_inference() else t._version, v._type, place))
 
-    def exchange(self, t: torch.Tensor, other: torch.Tensor) -> object:
-        """Note that the tensor which was met as `t` is `other`; its value and place, or None."""
-        row = self._last.pop(id(t), None)
+    def exchange(self, t: torch.Tensor, other: torch.Tensor, but_lost: bool) -> object:
+        """Note that the tensor which was met as `t` is `other`; its value and place, or None. but_lost: None also where
+        it was written to since and no phase has read it; `written` finds it."""
+        row = self._last.get(id(t))
         if row is None:
             return None
+        if but_lost and row >= self._read and self.get(t) is None:
+            return None
         _, v, _, kind, place = self._rows[row]
+        del self._last[id(t)]
         self._rows[row] = other, v, None if other.is_inference() else other._version, kind, place
         self._last[id(other)] = row
         return v, place

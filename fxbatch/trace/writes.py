@@ -495,7 +495,7 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
     before = None if reason else _exchanged(t)
     if before is None:
         raise _refused(t, reason or "a view of it, or the graph of its gradient, holds its memory", name)
-    _exchange(recorder, t, before)
+    recorder.hold_instead(t, before)
     content = new_value(recorder, value._value, value._type, value._flags & REQUIRES_GRAD)
     _follow(recorder, t, Written(before, content))
     return content
@@ -514,7 +514,7 @@ def _view_becomes_value(recorder: RecordedCalls, t: torch.Tensor, base: torch.Te
     if index is None:
         raise _refused(base, "a view of it is no part along its dimensions", name)
     before = t.clone()
-    _exchange(recorder, t, before)
+    recorder.hold_instead(t, before)
     let_go = torch.empty(0)
     torch.utils.swap_tensors(t, let_go)
     del let_go  # the view's own hold of the memory
@@ -552,10 +552,10 @@ def _index_of(t: torch.Tensor, base: torch.Tensor) -> object:
 
 
 def _let_go_of_views(recorder: RecordedCalls, t: torch.Tensor) -> None:
-    """Pending calls that have met views of a tensor keep what these held: nothing here shares its memory any more."""
+    """Calls that have met views of a tensor keep what these held: nothing here shares its memory any more."""
     views = recorder.views_met.pop(id(t), [])
     while views:
-        recorder.keep_content(views.pop())
+        recorder.hold_a_copy(views.pop())
 
 
 def _exchanged(t: torch.Tensor) -> torch.Tensor | None:
@@ -598,17 +598,3 @@ def _why_not(t: torch.Tensor, users: int = 1) -> str:
     if storage_users(t) > users:
         return "another tensor shares its memory"
     return ""
-
-
-def _exchange(recorder: RecordedCalls, t: torch.Tensor, before: torch.Tensor) -> None:
-    """Let what was recorded of a tensor until now be of `before`, which has its memory."""
-    met = recorder.constants.exchange(t, before)
-    if met is None:
-        return
-    v, place = met
-    entry = recorder.knowledge.constant_entries[before.shape, before.dtype, before.device]
-    ran = v._value - recorder.base < recorder.phases.known
-    for payload in recorder.phases.constants if ran else (recorder.payload,):
-        rows = payload.get(entry.sid, ())
-        if place < len(rows) and rows[place] is t:
-            rows[place] = before

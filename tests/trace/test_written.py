@@ -130,6 +130,18 @@ def after_a_wait(m: Parts, x: torch.Tensor) -> Any:
     return y, t, score, y + t
 
 
+def under_a_row_read_before_a_wait(m: Parts, x: torch.Tensor) -> Any:
+    best, scores = torch.zeros(3, SIZE, dtype=x.dtype), torch.zeros(4, SIZE, dtype=x.dtype)
+    for i in range(3):
+        y = best[i] + m.l(x) + scores[i]
+        if y.sum() > -1:
+            best[i] = y
+        scores[0] = i  # what was read of it has been computed by the wait
+        if (y.sum() + 1) < 0:
+            scores[i + 1] = y
+    return best, scores
+
+
 def functions(m: Parts, x: torch.Tensor) -> Any:
     def add(into: torch.Tensor) -> None:
         into += m.l(x)
@@ -167,7 +179,7 @@ def written_into_others(m: Parts, x: torch.Tensor) -> Any:  # as a stack of stat
 
 CODES = (
     accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
-    after_a_wait, functions, integers, written_into_others,
+    after_a_wait, under_a_row_read_before_a_wait, functions, integers, written_into_others,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "autograd": {"backward": "autograd"},
@@ -222,7 +234,7 @@ def test_a_tensor_that_a_value_is_written_to_is_a_value(code: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_in_other_ways(way: str) -> None:
-    for code in (items, after_a_wait):
+    for code in (items, after_a_wait, under_a_row_read_before_a_wait):
         assert_equals_the_loop(code, **WAYS[way])
 
 
