@@ -54,6 +54,9 @@ MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
 FEW = 4  # calls, from which on one step for all takes less than one for each
 STACKS = 4  # of an instance on average
+USUAL = (
+    3  # steps in a row with calls of one signature alone, from which on these are as other operations' calls
+)
 SAVES = 40  # launches, from which on a segment of a phase is worth planning
 SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
 _OF_ROWS = (torch.stack, torch.cat)
@@ -81,6 +84,18 @@ class CallFamily:
     steps: int = 0
     checked: bool = False  # whether the function was compared with the calls one by one
     stacks: bool = False  # `torch.stack` or `torch.cat` of rows, another number of them in each call
+    alike: Signature | None = None  # of all calls of the last step that had one alone ...
+    times: int = 0  # ... and of how many such before it in a row
+
+    def note_step(self, signatures: Sequence[Signature]) -> None:
+        """Calls of these signatures have run in one step."""
+        if len(signatures) == 1:
+            self.times = self.times + 1 if signatures[0] is self.alike else 1
+            self.alike = signatures[0]
+
+    def is_usual(self, signature: Signature) -> bool:
+        """Whether its calls are all of this signature, time and again: they are no others than those of any operation."""
+        return signature is self.alike and self.times >= USUAL and not (signature.reason or self.stacks)
 
     def types(self, types: Sequence[TensorSpec], template: Template | None) -> tuple[TensorSpec, ...]:
         """The types of what its function is given of the values of a call, and of its numbers: each as the size of a
@@ -440,6 +455,8 @@ class PackedCalls:
         of = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
         may_try = self.may_try(PackedRoute.seconds_to_try)
         packed = {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
+        signatures = Counter(packed.values())
+        packed = {s: f for s, f in packed.items() if signatures[f] > 1 or not f.is_usual(called[s])}
         return {} if program.instances == 1 and _follow_one_another(program, packed) else packed
 
     def _run_packed(self, work: _Resolution, packed: dict[int, CallFamily], *, grad: bool) -> None:
@@ -455,8 +472,8 @@ class PackedCalls:
             if not len(ready):
                 return
             mine = of[sig[ready]]
-            for first in np.sort(np.unique(mine, return_index=True)[1]).tolist():
-                self._step(work, families[mine[first]], ready[mine == mine[first]], grad=grad)
+            for i in dict.fromkeys(mine.tolist()):
+                self._step(work, families[i], ready[mine == i], grad=grad)
             waiting[ready] = False
 
     def _step(self, work: _Resolution, family: CallFamily, calls: np.ndarray, *, grad: bool) -> None:
@@ -485,6 +502,7 @@ class PackedCalls:
                 ]
         family.calls += len(calls)
         family.steps += 1
+        family.note_step([program.signatures[s] for s in set(program.sig[calls].tolist())])
         work.give(calls, parts)
 
     def _agrees(
@@ -539,10 +557,9 @@ def _first_of_segments(
     it, or random numbers are drawn, whose order it would change. cost: launches of a call, by signature."""
     segment = _segment_of(program, waits)
     last = int(segment[waits].max(initial=0))
-    kinds, counts = np.unique(program.sig[waits] * (last + 1) + segment[waits], return_counts=True)
-    calls = [(*divmod(kind, last + 1), n) for kind, n in zip(kinds.tolist(), counts.tolist(), strict=True)]
-    steps = {(packed[s], k) for s, k, _ in calls}
-    saves = sum(n * cost[s] or 1 for s, _, n in calls) - len(steps)
+    calls = Counter(zip(program.sig[waits].tolist(), segment[waits].tolist(), strict=True))
+    steps = {(packed[s], k) for s, k in calls}
+    saves = sum(n * cost[s] or 1 for (s, _), n in calls.items()) - len(steps)
     pays = saves >= SAVES * (last + 1) and last <= MOST
     return waits & (segment == 0) & (pays and not program.columns.random[program.sig].any())
 
@@ -635,7 +652,7 @@ class _Resolution:
         p, tensors = self.program, self.tensors
         readers = _readers(p, tensors)
         readers = readers[~self.resolved[readers]]
-        for s in np.unique(p.sig[readers]).tolist():
+        for s in sorted(set(p.sig[readers].tolist())):
             place, grad = row_read(p.signatures[s]), p.signatures[s].modes.grad
             if place == NO_ROW:
                 continue
@@ -798,7 +815,9 @@ def _rows_at_hand(payload: RowColumn) -> Sequence[torch.Tensor]:
 
 def _readers(program: Program, tensors: ValueTensors) -> np.ndarray:
     """The calls that read what packed calls gave, in order."""
-    return np.unique(program.reader[tensors.marks[program.inputs] & HELD_APART == HELD_APART])
+    read = np.zeros(len(program), dtype=bool)
+    read[program.reader[tensors.marks[program.inputs] & HELD_APART == HELD_APART]] = True
+    return np.flatnonzero(read)
 
 
 def _rows_key(of: object, arguments: Any) -> object:

@@ -689,16 +689,15 @@ class RecordedCalls(Columns):
         needed, first, end, ran = {v._value}, self.count, len(column), self.base + self.phases.known
         for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
             s = signatures[sigs[i]]
-            first, after = first - len(s.outputs), first
-            end -= len(s.inputs)
-            mine = [n for n in needed if first <= n < after]
-            if not mine:
+            width, reads = len(s.outputs), len(s.inputs)
+            first, end = first - width, end - reads
+            if first not in needed if width == 1 else needed.isdisjoint(range(first, first + width)):
                 continue
             if not s.is_exact:
                 return None
-            inputs = [column[end + k] for k in range(len(s.inputs))]
+            inputs = [column[end + k] for k in range(reads)]
             calls.append((s, first, inputs))
-            needed.difference_update(mine)
+            needed.difference_update(range(first, first + width))
             needed.update([n for n in inputs if n >= ran and n not in self.number_of])
             if not needed:
                 break

@@ -19,7 +19,7 @@ import fxbatch.ragged.symbolic
 from fxbatch import mistakes
 from fxbatch.errors import InternalWarning
 from fxbatch.ragged import check
-from fxbatch.runtime import packed_calls
+from fxbatch.runtime import operation_cache, packed_calls
 from fxbatch.runtime.build_queue import BuildQueue
 from fxbatch.runtime.packed_calls import CallFamily
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
@@ -730,6 +730,45 @@ def test_packed_calls_run_between_others_of_a_phase() -> None:
     with torch.no_grad():
         assert {"out", "cell"} <= {row.operation for row in fxbatch.explain(model, batch).operations}
     check_equal(model, batch)  # with gradients, where they run as any other
+
+
+class Residual(AttentiveDecoder):
+    """Adds rows of each sentence's own number once, maybe one, and one row at each step."""
+
+    @fxbatch.autobatch(adaptive=False, out="list")
+    def forward(self, s: Sentence) -> torch.Tensor:
+        embedded = self.embed(s.words)
+        states = self.encoder(embedded) + embedded
+        h = states[:1]
+        context = h
+        for _ in range(8):
+            h = self.cell(context, h)
+            weights = torch.softmax((states * h).sum(1), 0).unsqueeze(1)
+            context = (weights * states).sum(0, keepdim=True) + h
+            if int(self.out(context).argmax()) == 0:
+                break
+        return self.out(h)
+
+
+def test_calls_of_one_size_are_no_packed_ones_because_others_of_the_function_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function that adds rows of all lengths, in a phase one row each: these belong to the steps around them."""
+    monkeypatch.setattr(operation_cache, "MANY_NEW", 0)  # as in a model that has many signatures
+    torch.manual_seed(0)
+    model = Residual()
+    batch = [Sentence(n) for n in (1, *range(9, 39))]
+    added: list[int] = []
+    with torch.no_grad():
+        for _ in range(5):
+            outputs = model(batch)
+            added.append(sum(f.steps for f in families(model) if f.members[0].signature.name == "add"))
+        phases = fxbatch.explain(model, batch).phases
+        with fxbatch.disabled():
+            for ours, theirs in zip(outputs, model(batch), strict=True):
+                torch.testing.assert_close(ours, theirs)
+    assert added[0] and added[-1] - added[-2] <= 3 < phases, (added, phases)  # in the phase of the first one
+    check_equal(model, batch)
 
 
 class Framed(nn.Module):
