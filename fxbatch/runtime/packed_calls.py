@@ -94,7 +94,7 @@ class CallFamily:
             self.alike = signatures[0]
 
     def is_usual(self, signature: Signature) -> bool:
-        """Whether its calls are all of this signature, time and again: they are no others than those of any operation."""
+        """Whether its calls are all of this signature, time and again: then they are as those of any operation."""
         return signature is self.alike and self.times >= USUAL and not (signature.reason or self.stacks)
 
     def types(self, types: Sequence[TensorSpec], template: Template | None) -> tuple[TensorSpec, ...]:
