@@ -132,9 +132,8 @@ class _Case:
         return Choice(not self.loops)
 
     def _is_learning(self, spent: float) -> bool:
-        """Whether the minibatch that was timed says less than the next one will: something was built for it, or not
-        all of it was begun, and more than of the one before; or it is the first for which nothing was, and took
-        longer than the loop."""
+        """Whether the minibatch that was timed says less than the next will: something was built for it, or more was
+        begun than of the one before, but not all; or it is the first for which nothing was, and the loop is faster."""
         timing, begun, ready = self.batch[-1], self.begun, self.ready
         self.begun = timing.instances
         loop, batch = self._medians()
@@ -145,8 +144,9 @@ class _Case:
         if timing.instances < self.size:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             seconds = timing.forward + timing.backward * any(t.backward for t in self.loop)
-            hopeless = loop and begun and seconds > TOO_LONG * loop * self.size
-            return not hopeless and timing.instances >= LEARNING * begun
+            hopeless = begun and seconds > TOO_LONG * loop * self.size
+            hopeless = hopeless or (2 * timing.instances >= self.size and built > HOPELESS * loop)
+            return not (loop and hopeless) and timing.instances >= LEARNING * begun
         self.ready = not timing.building
         hopeful = batch * self.size <= HOPELESS * whole
         return hopeful and (bool(timing.building or timing.late) or (batch > loop > 0.0 and not ready))
