@@ -145,7 +145,7 @@ class _Case:
             # A few that take longer than the loop for all of them, and not because all is new, are no hope for all.
             seconds = timing.forward + timing.backward * any(t.backward for t in self.loop)
             hopeless = begun and seconds > TOO_LONG * loop * self.size
-            hopeless = hopeless or (2 * timing.instances >= self.size and built > HOPELESS * loop)
+            hopeless = hopeless or (3 * timing.instances >= self.size and built > HOPELESS * loop)
             return not (loop and hopeless) and timing.instances >= LEARNING * begun
         self.ready = not timing.building
         hopeful = batch * self.size <= HOPELESS * whole
