@@ -173,6 +173,8 @@ class Emitter:
 
     def switch(self, node: fx.Node) -> None:
         """Gradients on or off for what is written from now on."""
+        if node.args[0] and not self.switched:
+            raise NoPackedForm("it switches gradients on")
         self.lines.append(f"z.set_grad_enabled({self.const(node.args[0])})")
         self.written.clear()
         self.switched = True

@@ -176,6 +176,11 @@ class Engine(Planner):
         checks = recorder.checks
         try:
             leaves = Results(recording.results, recording.held)
+            if recorder.switched_on and not run.grad and any(x.requires_grad for x in leaves.all_values()):
+                raise TraceError(
+                    "gradients are switched on in a forward that is called without, where a batch has none: switch "
+                    f"them on around the call{recorder.switched_on}"
+                )
             values = leaves.values if checks is None else checks.with_values(leaves.values)
             program = recorder.final_program(values)
             with nullcontext() if run.blocks is not None else without_saved_tensor_hooks():

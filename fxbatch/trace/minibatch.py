@@ -45,7 +45,7 @@ from fxbatch.trace.module_changes import ModuleChanges
 from fxbatch.trace.objects import leaves_of
 from fxbatch.trace.places import first_changed
 from fxbatch.trace.record import Recorder
-from fxbatch.trace.state import ThreadModes, quicken, settings_now, state, take_worker, tracing
+from fxbatch.trace.state import MANY_REFUSALS, ThreadModes, quicken, settings_now, state, take_worker, tracing
 from fxbatch.trace.table import SignatureTable
 from fxbatch.trace.torch_patches import patched
 from fxbatch.trace.user_line import UserPlace, at_line, line_of, user_place
@@ -426,12 +426,15 @@ class Turns:
             args, kwargs = self.instances[instance]
             try:
                 result = self.fn(*args, **kwargs)
+                if self.recorder.refused is not None:  # and the forward, or torch, has caught it
+                    raise self.recorder.refused
                 self.results[instance] = result_with_values(result) if self.recorder.written else result
                 self._refuse_settings_left()
                 self._is_done(instance)
             except BaseException as error:  # noqa: BLE001 - raised or handed back elsewhere
                 if self.closing and isinstance(error, greenlet.GreenletExit):
                     return
+                error = self.recorder.refused or error  # which may come of it
                 if isinstance(error, RecursionError):
                     error.add_note(_TOO_DEEP)
                 if self.counted and isinstance(error, Exception):
@@ -451,6 +454,8 @@ class Turns:
     def _ask(self, values: list[Value], plain: bool = False) -> list[object]:
         """Real tensors (plain: numbers) of the values: parks this instance until the batch has run."""
         if self.closing:
+            if self.recorder.refusals >= MANY_REFUSALS and not self.alone:
+                self.main.switch()  # for good: its code catches all that it is told
             raise TraceError("a value was asked for while its instance was being closed")
         alike = self.usual.are_those_now()
         if alike and len(values) == 1 and (shown := self._shown(values[0], plain)):

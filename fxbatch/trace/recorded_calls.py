@@ -156,6 +156,9 @@ class RecordedCalls(Columns):
     substituted: frozenset[int] = frozenset()  # ids of modules that a functional_call gives other tensors
     long_calls = 0  # calls of functions that Python recorded
     running = 0  # the instance whose code runs
+    refused: TraceError | None = None  # the first refusal that was raised in an instance
+    refusals = 0  # how many were
+    switched_on = ""  # where gradients were, in a forward that is called without
     # Parameters and buffers, with version at first sight.
     operands: Sequence[tuple[str, torch.Tensor, int]] = ()
 
@@ -171,7 +174,7 @@ class RecordedCalls(Columns):
         self.table = table
         self.instances = instances
         self.recalls = recalls
-        self.graded = False
+        self.graded = torch.is_grad_enabled()
         self.values = new_values()
         self.sigs, self.inputs = new_column(), new_column()
         self.starts: list[int] = [0]  # run-length instance column: run k starts at call starts[k] ...
@@ -182,6 +185,7 @@ class RecordedCalls(Columns):
         self.heard = Heard()
         # Real tensors that values were written to, by id; one that nobody refers to leaves it.
         self.written: dict[int, tuple[weakref.ref[torch.Tensor], Written]] = {}
+        self.lent: list[tuple[torch.Tensor, torch.Tensor]] = []  # parameters and buffers, and their .data
         self.local: set[int] = set()  # ids of modules and parameters that forwards have made
         self.by_parts = set()
         self.free_to_set: set[tuple[int, str]] = set()  # attributes of modules: (id of the module, name)
@@ -217,7 +221,8 @@ class RecordedCalls(Columns):
         """Look at torch's modes again, and use the tables of these modes."""
         knowledge = self.knowledge
         knowledge.grad = grad = torch.is_grad_enabled()
-        self.graded = self.graded or grad
+        if grad and not self.graded:
+            self.graded, self.switched_on = True, at_line()
         usual = knowledge.autocast is False and not any_autocast()
         if usual and knowledge.mode_key.grad is grad and torch.get_default_dtype() is knowledge.floats:
             return
@@ -812,9 +817,10 @@ class RecordedCalls(Columns):
         """A parameter, buffer or other tensor of a module that pending calls read must be as it was when the instances
         began."""
         plain = self._changed_plain_operands() if self.watches_operands else ()
-        if not self.watches_operands or (written_to(self.operands) is None and not plain):
+        lent = {id(t) for t, data in self.lent if data._version}  # which counts writes of its own
+        if not self.watches_operands or (written_to(self.operands) is None and not plain and not lent):
             return
-        changed = {id(t) for _, t, version in self.operands if t._version != version}
+        changed = lent.union(id(t) for _, t, version in self.operands if t._version != version)
         for s in np.unique(sig).tolist():
             for operand in self.table.signatures[s].shared:
                 if operand.key in plain or id(operand.resolve()) in changed:

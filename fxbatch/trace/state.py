@@ -92,6 +92,24 @@ class _State(threading.local):
 state = _State()
 
 
+MANY_REFUSALS = 1000  # in one recording, after which the forward that catches them is left
+
+
+def _note_refusal(error: TraceError) -> None:
+    """A refusal is about to be raised. A forward that catches it goes on otherwise than the loop does: what it gives
+    counts for nothing then (trace/minibatch.py). Those that are errors of Python's as well the loop raises too."""
+    recorder = state.recorder
+    if recorder is None or isinstance(error, (TypeError, ValueError)):
+        return
+    recorder.refused = recorder.refused or error
+    recorder.refusals += 1
+    if recorder.refusals > MANY_REFUSALS:
+        raise greenlet.GreenletExit
+
+
+TraceError.told = _note_refusal
+
+
 def current_recorder() -> Any:
     """The recorder of this thread, None when it is not tracing."""
     return state.recorder
@@ -104,6 +122,11 @@ def tracing(recorder: object) -> Iterator[None]:
     state.recorder = recorder
     try:
         yield
+    except TraceError as error:
+        state.recorder = before
+        if recorder is None:
+            _note_refusal(error)
+        raise
     finally:
         state.recorder = before
 

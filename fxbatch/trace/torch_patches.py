@@ -493,11 +493,30 @@ def _lend_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor) -> torch
     """`t.data` shares memory whose writes torch does not count: what calls have read of t stays as it is."""
     recorder.keep_content(self)
     data: torch.Tensor = plain(self)
+    if recorder.owner_of(self) is not None and not data.is_inference():
+        recorder.lent.append((self, data))
     return data
 
 
+def _set_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor, data: torch.Tensor) -> None:
+    """`t.data = x`: what calls have read of t stays as it is."""
+    if type(data) in _RECORDED:
+        raise InPlaceError(
+            f".data of a tensor can't become a recorded value: use copy_(), or a new name{at_line()}"
+        )
+    recorder.keep_content(self)
+    plain(self, data)
+
+
 _PATCHES.append(
-    (torch.Tensor, "data", property(_while_recording(_plain_data.__get__, _lend_data), _plain_data.__set__))
+    (
+        torch.Tensor,
+        "data",
+        property(
+            _while_recording(_plain_data.__get__, _lend_data),
+            _while_recording(_plain_data.__set__, _set_data),
+        ),
+    )
 )
 stands_for(torch.Tensor, "requires_grad_")(_switch_gradient)
 _set_requires_grad = _while_recording(_plain_requires_grad.__set__, _switch_gradient)

@@ -661,8 +661,10 @@ def recorded_with(recorder: Any, grad: bool) -> Iterator[None]:
     if torch.is_grad_enabled() is grad:
         yield
         return
+    of_user = recorder.graded, recorder.switched_on
     with torch.set_grad_enabled(grad):
         yield
+    recorder.graded, recorder.switched_on = of_user
     recorder.sync_modes()
 
 

@@ -325,7 +325,9 @@ def test_a_few_instances_that_take_longer_than_the_loop_for_all_are_tried_twice(
 
 
 @pytest.mark.parametrize("begun, again", [(21, True), (22, False)])
-def test_a_third_of_a_minibatch_that_is_far_slower_than_the_loop_is_tried_once(begun: int, again: bool) -> None:
+def test_a_third_of_a_minibatch_that_is_far_slower_than_the_loop_is_tried_once(
+    begun: int, again: bool
+) -> None:
     """What a few instances take is what each minibatch takes anyway; what a third of them take, the others take too."""
     strategy = Strategy()
     for instances, each in ((SCOUTS, 1.0), (begun, HOPELESS + 0.1)):
