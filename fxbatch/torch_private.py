@@ -299,10 +299,10 @@ def let_dynamo_read_torch() -> None:
     Tracing operations imports Dynamo anyway; were `torch.zeros` another function just then, no code compiled
     later in the process could call it. Checked: 2.11.0, 2.13.0.
     """
-    from torch._dynamo import trace_rules
-
     # A stub in sys.modules has no __spec__: nothing can be compiled then.
     with contextlib.suppress(ValueError):
+        from torch._dynamo import trace_rules
+
         trace_rules.get_torch_obj_rule_map()
 
 
@@ -313,8 +313,10 @@ def dynamo_questions() -> tuple[tuple[Any, str, Callable[..., Any], Any], ...]:
     Which frames to compile; whether none was, which fullgraph=True takes for an error. What a version doesn't ask is
     left out. Checked: 2.13.0.
     """
-    from torch._dynamo import eval_frame
-
+    try:
+        from torch._dynamo import eval_frame
+    except ValueError:  # as above
+        return ()
     answers = {"_callback_from_stance": None, "set_fullgraph_compiled_frame_count": 0}
     return tuple(
         (eval_frame, name, getattr(eval_frame, name), answer)

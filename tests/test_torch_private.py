@@ -6,6 +6,7 @@ import ast
 import ctypes
 import importlib
 import importlib.util
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -114,3 +115,19 @@ def test_a_stub_of_a_module_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
         lists()
     torch_private.let_dynamo_read_torch.__wrapped__()
     assert listed == []
+
+
+def test_a_stub_of_what_dynamo_looks_for_as_it_is_imported_is_no_error() -> None:
+    """A process in which a forward's code has put a stub of a package that Dynamo skips."""
+    code = """
+import sys, types
+sys.modules["sklearn"] = types.ModuleType("sklearn")
+import torch, fxbatch
+assert "torch._dynamo" not in sys.modules
+layer = torch.nn.Linear(3, 3)
+for adaptive in (True, False):
+    batched = fxbatch.autobatch(lambda m, x: torch.tanh(m(x)).sum(), adaptive=adaptive)
+    xs = [torch.randn(n, 3) for n in (2, 3, 4)]
+    torch.testing.assert_close(batched(layer, xs), torch.stack([torch.tanh(layer(x)).sum() for x in xs]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

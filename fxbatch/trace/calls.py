@@ -70,6 +70,7 @@ from fxbatch.trace.writes import (
     PURE_FORMS,
     call_pure,
     detach_in_place,
+    rebind,
     set_row,
     stores_what_is_there,
     written_call,
@@ -202,6 +203,8 @@ def call_function(
                 f"{function_name(func)} got a recorded tensor: operators that take functions can't be recorded; "
                 f"write torch.cond, or an `if` or a loop in Python{at_line()}"
             )
+        if any(isinstance(x, torch.Generator) for x in tree_leaves((args, kwargs))):
+            return call_with_values(func, arguments, key, _DRAWS)
         reason = "an argument of it keeps changing" if _floats_keep_changing(recorder, key) else ""
         if type(func) is CustomFunction and not func.has_context_apart and recorder.modes().grad:
             reason = "its forward takes ctx, and torch differentiates it alone: write setup_context()"
@@ -412,6 +415,9 @@ _INTEGERS = (*POSITIONS, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 _MASKS = (torch.bool, torch.uint8)
 
 
+_DRAWS = "it draws from a generator of its own, now"
+
+
 def call_with_values(func: object, arguments: Arguments, key: object, reason: str) -> object:
     """The result of a call with these arguments, which have this key, asking for as few values as will do."""
     recorder, args, kwargs = arguments.recorder, arguments.args, arguments.kwargs
@@ -530,17 +536,26 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
     real = recorder.read(arguments.values)
     template = arguments.template()
     shared = [s.resolve() for s in arguments.shared]
+    asked = recorder.knowledge.grad and any(x.requires_grad for x in (*arguments.values, *shared))
+    writes = function_name(func).endswith("_")
+    if writes and asked:
+        raise TraceError(f"{function_name(func)} of what requires a gradient: {reason}{at_line()}")
+    if writes:
+        real = [x.clone() for x in real]  # of what has run others read as well
     with tracing(None), torch.no_grad():
         a, k = template.fill(input=real, shared=[s.detach() for s in shared])
         result = func(*a, **k)
+    if writes:
+        return _written(recorder, func, arguments.values, real, result)
     leaves, spec = tree_flatten(result)
     if not any(isinstance(x, torch.Tensor) for x in leaves):
         return result
-    asked = recorder.knowledge.grad and any(x.requires_grad for x in (*arguments.values, *shared))
     if not asked or not any(
         isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves
     ):
         return tree_map(lambda x: recorder.constant(x) if isinstance(x, torch.Tensor) else x, result)
+    if reason == _DRAWS:  # and would again
+        raise TraceError(f"{function_name(func)} of what requires a gradient: {reason}{at_line()}")
     types = tuple(TensorSpec.of(x) for x in leaves if isinstance(x, torch.Tensor))
 
     def make() -> Entry:
@@ -552,6 +567,21 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
         return recorder.signed(called, arguments.types(), arguments.shared, template, outcome, reason=reason)
 
     return recorder.emit(recorder.new_entry(("dependent", key, types), make), arguments.values)
+
+
+def _written(
+    recorder: RecordedCalls, func: Any, values: Sequence[Value], real: Sequence[torch.Tensor], result: object
+) -> object:
+    """What a call has given that writes in place, on copies of values that have run: these have their content now."""
+    same: dict[int, Value] = {}
+    for v, x in zip(values, real, strict=True):
+        if x._version:
+            content = recorder.constant(x)
+            assert content is not None
+            rebind(recorder, v, content, function_name(func))
+            same[id(x)] = v
+    leaf = lambda x: same[id(x)] if id(x) in same else recorder.constant(x)  # noqa: E731
+    return tree_map(lambda x: leaf(x) if isinstance(x, torch.Tensor) else x, result)
 
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])

@@ -158,6 +158,7 @@ class RecordedCalls(Columns):
     running = 0  # the instance whose code runs
     refused: TraceError | None = None  # the first refusal that was raised in an instance
     refusals = 0  # how many were
+    seeded = ""  # where the forward has seeded torch's generator
     switched_on = ""  # where gradients were, in a forward that is called without
     # Parameters and buffers, with version at first sight.
     operands: Sequence[tuple[str, torch.Tensor, int]] = ()
@@ -726,6 +727,11 @@ class RecordedCalls(Columns):
             sig, inputs = fix_uniform_numbers(table, sig, inputs, self.lifted, self.number_of, self.base)
         self._refuse_written_operands(sig)
         signatures, columns = table.snapshot_and_columns()
+        if self.seeded and columns.random[sig].any():
+            raise TraceError(
+                "the forward seeds torch's generator, and its calls draw once all instances have: give them a "
+                f"torch.Generator of their own{self.seeded}"
+            )
         program = Program.of(
             columns,
             signatures=signatures,

@@ -475,6 +475,15 @@ def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **
     return plain(self, *args, **kwargs)
 
 
+def _note_seed(recorder: RecordedCalls, plain: Any, *args: object) -> object:
+    recorder.seeded = recorder.seeded or at_line() or " "
+    return plain(*args)
+
+
+for _where in (torch, torch.random):  # which fork_rng calls
+    for _name in ("manual_seed", "seed", "set_rng_state"):
+        stands_for(_where, _name)(_note_seed)
+
 _plain_requires_grad: Any = torch.Tensor.requires_grad
 
 

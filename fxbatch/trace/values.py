@@ -450,6 +450,12 @@ class Value(torch.Tensor):
     def retain_grad(self) -> None:
         self._recorder.real_tensor(self, "retain_grad() on a value can't be recorded").retain_grad()
 
+    def apply_(self, *_: object) -> Any:
+        """Functions of Python, called with each number: torch hands such calls to nobody."""
+        raise InPlaceError(f"apply_(), map_() and map2_() of a value can't be recorded{at_line()}")
+
+    map_ = map2_ = apply_  # type: ignore[assignment]
+
     def register_hook(self, hook: object) -> object:
         refusal = "register_hook() on a value can't be recorded: register it on a result or a parameter"
         return self._recorder.real_tensor(self, refusal).register_hook(hook)

@@ -1,4 +1,4 @@
-"""What can't be recorded is refused, where the loop goes on: a forward that catches the refusal gives nothing of its own."""
+"""What can't be recorded is refused: a forward that catches the refusal gives nothing of its own."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradient(m: Layer, x: Tensor) -> Tensor:
     h = m.l(x)
     try:
         g = torch.autograd.grad(h.sum(), [m.l.bias], retain_graph=True)[0]
-    except Exception:
+    except Exception:  # noqa: BLE001
         g = torch.zeros(3)
     return h.sum() + g.sum()
 
@@ -68,7 +68,7 @@ def pickled(m: Layer, x: Tensor) -> Tensor:
     h = m.l(x)
     try:
         k = len(pickle.dumps(h.detach()))
-    except Exception:
+    except Exception:  # noqa: BLE001
         k = 0
     return h.sum() + k
 
@@ -78,7 +78,7 @@ def again_and_again(m: Layer, x: Tensor) -> Tensor:
     while True:
         try:
             return h.sum() + h.stride()[0]
-        except Exception:
+        except Exception:  # noqa: BLE001
             continue
 
 
@@ -219,5 +219,7 @@ def test_data_of_a_parameter_that_is_written_to() -> None:
     xs = [torch.randn(n, 3) for n in (2, 3, 1, 2)]
     batched = fxbatch.autobatch(Layer.forward)
     torch.testing.assert_close(batched(model, xs), torch.stack([plain(x) for x in xs]))
-    with pytest.raises(fxbatch.InPlaceError, match="weight, which .* reads, was written to while instances ran"):
+    with pytest.raises(
+        fxbatch.InPlaceError, match=r"weight, which .* reads, was written to while instances ran"
+    ):
         fxbatch.autobatch(adaptive=False)(Layer.forward)(model, xs)
