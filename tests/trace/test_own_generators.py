@@ -12,6 +12,9 @@ import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+
+
 class Noise(nn.Module):
     """Draws in many ways, of one generator."""
 
