@@ -46,7 +46,6 @@ from fxbatch.runtime.refusals import surroundings, unheard_mode
 from fxbatch.runtime.results import gather
 from fxbatch.runtime.run import Run
 from fxbatch.runtime.strategy import Choice, Strategy, Trial
-from fxbatch.runtime.watchers import hidden_modes
 from fxbatch.torch_private import (
     dispatch_mode_count,
     eval_frame_off,
@@ -54,7 +53,6 @@ from fxbatch.torch_private import (
     hide_from_dynamo,
     inside_functorch,
     let_dynamo_read_torch,
-    memory_is_real,
     saved_tensors_are_packed,
 )
 from fxbatch.trace.module_changes import ModuleState
@@ -633,9 +631,6 @@ def decorate(function: Any, options: Options) -> Any:
                 return state.put_together(loop_over(function, instances))
             modes = ThreadModes()
             owner, given = state.split_owner(args)
-            if dispatch_mode_count() and memory_is_real():
-                with hidden_modes():
-                    return state(owner, given, kwargs)
             return state(owner, given, kwargs)
         except BaseException:
             if modes is not None:

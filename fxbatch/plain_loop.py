@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from fxbatch.runtime.watchers import shown_modes
 from fxbatch.signature import bodies
 from fxbatch.torch_private import memory_is_real
 from fxbatch.trace.state import current_recorder
@@ -73,14 +72,13 @@ def plain_columns(args: Sequence[Any]) -> list[Sequence[Any]]:
 def loop_over(
     fn: Callable[..., Any], instances: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], *, first: int = 0
 ) -> list[Any]:
-    """The result of each instance, exactly as the plain loop has it: decorated calls within it undecorated, seen by
-    dispatch modes. first: the number of the first instance in its minibatch."""
+    """The result of each instance, exactly as the plain loop has it: decorated calls within it undecorated.
+    first: the number of the first instance in its minibatch."""
     results: list[Any] = []
     switch.disabled += 1
     try:
-        with shown_modes():
-            for args, named in instances:
-                results.append(fn(*args, **named) if named else fn(*args))
+        for args, named in instances:
+            results.append(fn(*args, **named) if named else fn(*args))
     except BaseException as error:
         error.add_note(f"fxbatch: in instance {first + len(results)} of the minibatch")
         raise

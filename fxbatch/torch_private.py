@@ -73,7 +73,7 @@ from torch.overrides import _is_torch_function_mode_enabled as function_modes_en
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 # Checked against 2.11.0 and 2.13.0.
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._pytree import register_pytree_node as register_node
 
@@ -535,43 +535,6 @@ def profiler_enabled() -> bool:
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
-def pop_dispatch_modes() -> list[Any]:
-    """Leave this thread's dispatch modes; innermost first. Checked: 2.11.0, 2.13.0."""
-    return [_pop_mode() for _ in range(dispatch_mode_count())]
-
-
-def push_dispatch_modes(modes: Sequence[Any]) -> None:
-    """Enter what `pop_dispatch_modes` gave again. Checked: 2.11.0, 2.13.0."""
-    for mode in reversed(modes):
-        _push_mode(mode)
-
-
-@contextlib.contextmanager
-def without_module_trackers() -> Iterator[None]:
-    """Without the hooks for every module by which FlopCounterMode and its like note where they are.
-
-    They only look on; hooks that do more make modules run call by call. Checked: 2.11.0, 2.13.0.
-    """
-    tables = (
-        torch.nn.modules.module._global_forward_pre_hooks,
-        torch.nn.modules.module._global_forward_hooks,
-    )
-    taken = []
-    for table in tables:
-        for key, hook in list(table.items()):
-            tracker = type(getattr(hook, "__self__", None))
-            if tracker.__module__.startswith("torch.") and tracker.__name__ in (
-                "ModuleTracker",
-                "ModTracker",
-            ):
-                taken.append((table, key, table.pop(key)))
-    try:
-        yield
-    finally:
-        for table, key, hook in taken:
-            table[key] = hook
-
-
 def memory_is_real() -> bool:
     """Whether calls compute numbers in memory here: no fake or functional tensors, no graph that is traced.
 
@@ -663,10 +626,10 @@ __all__ = [
     "function_modes_enabled", "functions_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
     "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",
     "swap_function_modes", "TreeSpec", "backward_keeps_graph", "decompositions_without_vmap_rule",
-    "direct_call", "dispatch_mode_count", "pop_dispatch_modes", "profiler_enabled", "push_dispatch_modes",
+    "direct_call", "dispatch_mode_count", "profiler_enabled",
     "elementwise_under_vmap", "has_vmap_rule", "inside_functorch", "is_pytree_node", "children_of", "register_node",
     "native_kernels", "no_vmap_fallback", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten",
-    "warning_handler", "without_module_trackers",
+    "warning_handler",
     "memory_is_real", "mode_addresses", "storage_of", "storage_uses", "has_torch_function_variadic",
     "apply_outside_functorch", "graph_task", "next_sequence_number", "sequence_number",
 ]  # fmt: skip

@@ -57,9 +57,10 @@ from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.pool import GradientMemory
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.structure_cache import HELD
-from fxbatch.runtime.watchers import is_watched, named_step
+from fxbatch.runtime.watchers import named_step
 from fxbatch.torch_private import (
     backward_keeps_graph,
+    dispatch_mode_count,
     inside_functorch,
     memory_is_real,
     profiler_enabled,
@@ -304,7 +305,7 @@ def run_backward(run: Run, requests: Sequence[np.ndarray], grads: Sequence[torch
             'backward="compiled" computes on real tensors, not under FakeTensorMode, vmap (is_grads_batched=True) or '
             'make_fx: use @fxbatch.autobatch(backward="autograd")'
         )
-    if is_watched():
+    if dispatch_mode_count():  # it sees calls of ATen
         run.native = False
     with kernel_modes():
         backward = Backward(run, gradients_given)

@@ -29,6 +29,7 @@ from fxbatch.runtime.packed_calls import PackedCalls, after_packed_calls
 from fxbatch.runtime.packed_route import PackedRoute
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.reasons import reasons, recording_share
+from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import Results, gather, separate, stack
 from fxbatch.runtime.run import Run, kernel_modes
 from fxbatch.runtime.strategy import Trial
@@ -78,6 +79,8 @@ class Engine(Planner):
             raise TraceError(
                 "traces and lazy blocks compute on real tensors: not under FakeTensorMode, make_fx or torch.jit.trace"
             )
+        if mode := unheard_mode():
+            raise TraceError(f"traces and lazy blocks are run by batched kernels: {mode}")
         if inside_functorch() and self.options.backward != "autograd":
             raise GradientError(NO_TRANSFORMS)
         differentiable = (self.options.backward == "autograd" and grad) or forward_mode()

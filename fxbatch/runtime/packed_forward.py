@@ -34,7 +34,6 @@ from fxbatch.runtime.argument_objects import Instance, Opened, TensorColumns, cl
 from fxbatch.runtime.forward_code import ForwardCode
 from fxbatch.runtime.refusals import unheard_mode
 from fxbatch.runtime.results import gather
-from fxbatch.runtime.watchers import is_watched
 from fxbatch.signature import TensorSpec, Twins, bodies, structural_twin
 from fxbatch.stopwatch import building
 from fxbatch.torch_private import (
@@ -126,7 +125,7 @@ class PackedForward:
         self, fn: Callable[..., object], instances: Sequence[Instance], out: str
     ) -> tuple[object] | None:
         """The results of a minibatch, or None."""
-        if is_watched() or inside_functorch() or unheard_mode() or not memory_is_real():
+        if inside_functorch() or unheard_mode() or not memory_is_real():
             return None
         if current_recorder() is not None:
             return None

@@ -15,8 +15,13 @@ from __future__ import annotations
 
 import torch
 
-from fxbatch.runtime.watchers import hidden_modes_now
-from fxbatch.torch_private import function_mode_count, function_modes, has_global_hooks, inside_functorch
+from fxbatch.torch_private import (
+    dispatch_mode_count,
+    function_mode_count,
+    function_modes,
+    has_global_hooks,
+    inside_functorch,
+)
 
 
 class Refusals:
@@ -42,7 +47,10 @@ class Refusals:
 
 
 def unheard_mode() -> str:
-    """Why recorded calls would be others than the loop's, as what is active around this call does not meet them."""
+    """Why recorded calls would be others than the loop's, as what is active around this call does not meet them, or
+    meets batched kernels."""
+    if dispatch_mode_count():
+        return "a torch dispatch mode (FlopCounterMode and its like) is active around the call"
     if has_global_hooks():
         return "hooks on all modules (torch.nn.modules.module.register_module_forward_hook) are called for each module"
     for mode in function_modes() if function_mode_count() else ():
@@ -52,14 +60,9 @@ def unheard_mode() -> str:
 
 
 def surroundings() -> str:
-    """Why the loop runs here, whatever the forward does: `unheard_mode`, dispatch modes of the user's, which would see
-    batched kernels, and transforms of torch.func, which can't go through a compiled backward."""
-    if inside_functorch():
-        return "the call is inside a torch.func transform"
-    for mode in hidden_modes_now():
-        if not _is_torchs(mode):
-            return f"a torch dispatch mode ({type(mode).__name__}) is active around the call"
-    return unheard_mode()
+    """Why the loop runs here, whatever the forward does: `unheard_mode`, and transforms of torch.func, which can't go
+    through a compiled backward."""
+    return "the call is inside a torch.func transform" if inside_functorch() else unheard_mode()
 
 
 def _is_torchs(mode: object) -> bool:

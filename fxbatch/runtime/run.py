@@ -30,7 +30,6 @@ from fxbatch.runtime.operation_cache import CompiledOperation
 from fxbatch.runtime.planner import Planner
 from fxbatch.runtime.structure_cache import HELD, Family, FamilyTemplate, Operands, Types
 from fxbatch.runtime.value_tensors import ValueTensors
-from fxbatch.runtime.watchers import is_watched, shown_modes
 from fxbatch.stopwatch import Timing
 from fxbatch.torch_private import any_autocast, set_grad_enabled
 from fxbatch.trace.constants import sources_of
@@ -78,8 +77,7 @@ class Run:
         self.modes: Callable[[], AbstractContextManager[None]] = (
             kernel_modes if self.blocks is None else nullcontext
         )
-        self.watched = is_watched()  # by a dispatch mode, which sees the calls of ATen
-        self.native = planner.options.native and not self.watched
+        self.native = planner.options.native
         self.released = False
 
     def __del__(self) -> None:
@@ -163,9 +161,7 @@ class Run:
             self.launches += self.blocks.launch(phase)
             self.value_row, self.value_type = self.blocks.row_of_value, self.blocks.type_of_value
             return
-        with shown_modes() if self.watched else nullcontext():
-            workspace = self.planner.workspace()
-            self.launches += execute_forward(phase, self.memory, workspace, native=self.native)
+        self.launches += execute_forward(phase, self.memory, self.planner.workspace(), native=self.native)
         columns = self.memory.phases.ran() if phase.whole_plan is None else phase.whole_plan.columns
         self.value_row, self.value_type, self.value_needs = columns
         if self.lasting and self.grad:

@@ -277,7 +277,7 @@ def plain(self: Any, x: Any) -> Any:
 
 AROUND: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "function mode": (Doubling, "a torch function mode (Doubling)"),
-    "dispatch mode": (Negating, "a torch dispatch mode (Negating)"),
+    "dispatch mode": (Negating, "a torch dispatch mode"),
     "global hook": (global_hook, "hooks on all modules"),
 }
 
@@ -300,7 +300,7 @@ def test_what_recorded_calls_would_not_meet_runs_the_loop(around: str, batches: 
     assert len(batches) == 1  # without it, as ever
 
 
-@pytest.mark.parametrize("around", ["function mode", "global hook"])
+@pytest.mark.parametrize("around", AROUND)
 def test_it_is_an_error_where_all_is_to_be_batched(around: str) -> None:
     mode, reason = AROUND[around]
     model = decorated(plain, adaptive=False)

@@ -598,7 +598,10 @@ def test_dispatch_modes_see_the_loops_calls(monkeypatch: pytest.MonkeyPatch) -> 
     model = Sizes()
     f = decorated(model)
     f(data)
-    with FlopCounterMode(display=False) as ours:
+    with (
+        FlopCounterMode(display=False) as ours,
+        pytest.warns(fxbatch.LoopWarning, match="a torch dispatch mode"),
+    ):
         f(data)
     with FlopCounterMode(display=False) as theirs:
         loop(model, data)

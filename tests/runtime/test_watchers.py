@@ -1,8 +1,9 @@
-"""Who watches torch sees what runs: profilers a range a step, FlopCounterMode flops, dispatch modes the kernels."""
+"""Who watches torch sees what runs: profilers a range a step, dispatch modes the loop."""
 
 from __future__ import annotations
 
 import collections
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxbatch
+from fxbatch.runtime.strategy import AdaptiveSwitch
 
 
 class Model(nn.Module):
@@ -42,30 +44,24 @@ def trees() -> list[Any]:
     return [(a, b), ((a, b), c), (c, (b, (a, c)))]
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("method", ["forward", "waiting"])
-def test_flops_are_counted(method: str, native: bool, trees: list[Any]) -> None:
+def test_flops_are_the_loops(method: str, trees: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+
     class Other(Model):
-        forward = fxbatch.autobatch(native=native, deduplicate=False)(getattr(Model, method))
+        forward = fxbatch.autobatch()(getattr(Model, method))
 
     model = Other()
+    model(trees)
     counts = []
-    for context in (torch.enable_grad(), torch.enable_grad(), fxbatch.disabled()):
-        with context, FlopCounterMode(display=False) as counter:
+    for context in (torch.enable_grad(), fxbatch.disabled()):
+        with context, warnings.catch_warnings(), FlopCounterMode(display=False) as counter:
+            warnings.simplefilter("ignore", fxbatch.LoopWarning)
             model.zero_grad()
             model(trees).sum().backward()
-        counts.append((counter.get_total_flops(), [p.grad.clone() for p in model.parameters()]))  # type: ignore[union-attr]
-    forward = (
-        2 * 8 * 4 * 6 + 2 * 4 * 2 * 3
-    )  # six calls of cell, three of out; backward has two products for each
-    assert (
-        counts[0][0] == counts[1][0] == 3 * forward
-    )  # the counter knows no products of vectors: not the loop's
-    torch.testing.assert_close(counts[0][1], counts[2][1])
-    torch.testing.assert_close(counts[1][1], counts[2][1])
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(trees)
-    assert counter.get_total_flops() == forward
+        counts.append((counter.get_flop_counts(), [p.grad.clone() for p in model.parameters()]))  # type: ignore[union-attr]
+    assert counts[0][0] == counts[1][0]
+    torch.testing.assert_close(counts[0][1], counts[1][1])
 
 
 class Seen(TorchDispatchMode):
@@ -78,18 +74,31 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_dispatch_mode_sees_the_batched_kernels_and_stays(trees: list[Any]) -> None:
+def test_a_dispatch_mode_is_an_error_where_all_is_to_be_batched(trees: list[Any]) -> None:
+    class Other(Model):
+        forward = fxbatch.autobatch(adaptive=False)(Model.forward)
+
+    model = Other()
+    expected = model(trees)
+    traces = [fxbatch.trace(model, tree) for tree in trees]
+    with Seen() as seen:
+        for given in (trees, traces):
+            with pytest.raises(fxbatch.TraceError, match="a torch dispatch mode"):
+                model(given)
+    assert not seen.calls
+    assert torch.equal(model(traces), expected)
+
+
+def test_a_dispatch_mode_sees_the_batched_kernels_of_a_backward_pass(trees: list[Any]) -> None:
     model = Model()
-    expected = model(trees)  # its graphs are built
-    with Seen() as seen, torch.no_grad():
-        torch.testing.assert_close(model(trees), expected)
-        before = seen.calls["neg"]
-        torch.neg(expected)
-        assert seen.calls["neg"] == before + 1
-    products = seen.calls["mm"] + seen.calls["addmm"] + seen.calls["bmm"]
-    launches = [row.launches for row in fxbatch.explain(model, trees).operations if row.operation == "out"]
-    assert 0 < products <= 5
-    assert launches == [1]
+    model(trees).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    loss = model(trees).sum()
+    with Seen() as seen:
+        loss.backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
+    assert 0 < seen.calls["mm"] + seen.calls["addmm"] <= 10
 
 
 @pytest.mark.parametrize("native", [True, False])
