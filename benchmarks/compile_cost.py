@@ -20,7 +20,6 @@ from torch import fx
 from benchmarks.kernel_cost import Cell, graphs_of, native
 from fxbatch.codegen.inductor import CompiledGraph, CompileOptions, compile_graph
 from fxbatch.codegen.kernel import Kernel, Workspace, emit_kernel
-from fxbatch.torch_private import find_backend
 
 PRODUCTS, KERNEL, NATIVE = "products alone", "kernel", "native"
 DIRECT, WRAPPER, GUARDED = "inductor", "inductor, cpp_wrapper", "torch.compile"
@@ -42,7 +41,7 @@ def ways_of(module: fx.GraphModule, cell: Cell) -> dict[str, Kernel | CompiledGr
 
 def guarded_inductor(graph: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., object]:
     """Inductor as torch.compile calls it, behind Dynamo's guards."""
-    return find_backend("inductor")(graph, examples)
+    return torch._inductor.compile(graph, examples)
 
 
 def products_alone(name: str, cell: Cell, n: int) -> Callable[[], object]:

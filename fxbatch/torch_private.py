@@ -285,13 +285,6 @@ def inductor_mode_options(name: str | None) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(name)) if name else {}
 
 
-def find_backend(backend: Any) -> Callable[..., Any]:
-    """The function behind the name of a torch.compile backend. Checked: 2.11.0, 2.13.0."""
-    from torch._dynamo.backends.registry import lookup_backend
-
-    return lookup_backend(backend)
-
-
 @functools.cache
 def let_dynamo_read_torch() -> None:
     """Have Dynamo list torch's functions now, before some are patched: it lists them once, by identity.
@@ -619,7 +612,7 @@ __all__ = [
     "storage_users",
     "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_symbolic",
-    "find_backend", "forget_traces", "let_dynamo_read_torch", "product_address", "quiet_fakes",
+    "forget_traces", "let_dynamo_read_torch", "product_address", "quiet_fakes",
     "thread_addresses", "inductor_mode_options", "DataDependentOutputException",
     "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "fake_mode", "function_mode_count", "function_modes",

@@ -27,7 +27,7 @@ from fxbatch.codegen.kernel import Kernel, Workspace
 from fxbatch.codegen.operation_graphs import Shape, device_of, is_tensor, shape
 from fxbatch.errors import CompileWarning
 from fxbatch.judge import differences, draws
-from fxbatch.torch_private import compile_symbolic, find_backend, inductor_mode_options
+from fxbatch.torch_private import compile_symbolic, inductor_mode_options
 from fxbatch.trace.torch_patches import patching
 
 aten = torch.ops.aten
@@ -209,11 +209,12 @@ def _through_inductor(
 
 def _through_dynamo(module: fx.GraphModule, options: CompileOptions) -> GraphRun:
     """torch.compile with the backend that was asked for."""
-    name, settings = options.backend, options.backend_options()
-    backend = find_backend(name) if isinstance(name, str) else name
-    run = torch.compile(
-        module.forward, backend=lambda g, x: backend(g, x, **settings), dynamic=True, fullgraph=True
-    )
+    backend, settings = options.backend, options.backend_options()
+    compiled = functools.partial(torch.compile, module.forward, dynamic=True, fullgraph=True)
+    if isinstance(backend, str):
+        run = compiled(backend=backend, mode=settings.pop("mode", None), options=settings or None)
+    else:
+        run = compiled(backend=functools.partial(backend, **settings))
     # Parameters as plain tensors: Dynamo compiles again for another class.
     return lambda args: run(*(x.detach() if isinstance(x, torch.Tensor) else x for x in args))
 
