@@ -123,8 +123,6 @@ def compile_symbolic(
     assumes nothing that isn't so for n. Inductor is imported here, as it takes a second. Checked: 2.11.0, 2.13.0.
     """
     import torch._inductor.config
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -141,7 +139,7 @@ def compile_symbolic(
     found = [f.shape[d] for f, flags in zip(fakes, dynamic, strict=True) for d, x in enumerate(flags) if x]
     n: Any = found[0] if found else rows
     inner = torch._inductor.config.patch(**{"size_asserts": False, **patches})
-    with torch.no_grad(), mode, enable_python_dispatcher(), tracing(TracingContext(mode)), inner:
+    with torch.no_grad(), mode, inner:
         module = make_fx(function, decomposition_table=select_decomp_table())(n, *fakes)
         compiled: Any = compile_fx_inner(module, [n, *fakes])
     symbol = n.node.expr if isinstance(n, torch.SymInt) else None
