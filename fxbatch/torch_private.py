@@ -211,7 +211,6 @@ def fakes_to_trace(
     dynamic: per tensor, the dimensions that get a symbol; no two sizes share one, and 0 and 1 are sizes like others.
     Checked: 2.13.0.
     """
-    from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     start_engine()
@@ -220,20 +219,12 @@ def fakes_to_trace(
     # A cache of this environment's sizes alone: filling it takes longer than what is asked of it again.
     mode.cache_enabled = False
 
-    def fake(place: int, x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-        if not dims or type(x) is not torch.Tensor or not x.is_contiguous():
-            kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
-            context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
-            return mode.from_tensor(x, symbolic_context=context)
-        sizes: list[Any] = list(x.shape)  # a tensor of these sizes, at half of the time
-        for d in dims:
-            source = ConstantSource(f"size_{place}_{d}")
-            symbol = env.create_symbol(sizes[d], source, DimDynamic.DYNAMIC)
-            sizes[d] = env.create_symintnode(symbol, hint=sizes[d], source=source)
-        with mode:
-            return torch.empty(sizes, dtype=x.dtype, device=x.device, requires_grad=x.requires_grad)
+    def fake(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        kinds = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(x.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=[None] * len(kinds))  # type: ignore[var-annotated]
+        return mode.from_tensor(x, symbolic_context=context)
 
-    return mode, env, [fake(i, x, dims) for i, (x, dims) in enumerate(zip(tensors, dynamic, strict=True))]
+    return mode, env, list(map(fake, tensors, dynamic))
 
 
 def trace_with_sizes(
