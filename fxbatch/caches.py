@@ -44,7 +44,6 @@ CACHES = {
     "data classes": Kind("class, weakly", 4096, "process"),
     "files of code": Kind("file, module", 4096, "process"),
     "functions of a file": Kind("source", 64, "process"),
-    "numbers of sizes": Kind("shape environment, weakly", 4096, "process"),
     "graphs": Kind("digest of body, types, needs, modes", 1024, "process"),
     # Of a tuple of signatures, and gone with the first of them.
     "columns": Kind("signatures", 64, "signature"),

@@ -177,6 +177,7 @@ def shape_environment() -> type[Any]:
 
     class WithoutLines(ShapeEnv):
         fixed: object = None  # a size that is a number by now
+        numbers: Mapping[Any, Any] = {}  # what guards say that expressions are
 
         def _get_stack_summary(self, *args: Any, **kwargs: Any) -> tuple[SLoc, str]:
             return SLoc(None, None), ""

@@ -8,15 +8,12 @@ In: sympy expressions over the symbols of a traced body. Out: source that numpy 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import sympy
 import torch
-
-from fxbatch.caches import weak_cache
 
 Size: TypeAlias = int | sympy.Basic  # a number, or an expression where it differs between instances
 Shape: TypeAlias = tuple[Size, ...]
@@ -31,21 +28,17 @@ def expression(size: object) -> sympy.Expr:
     """The sympy expression of a size: a SymInt, a SymFloat or a number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         size_expression = without_exact_quotients(sympy.sympify(size.node.expr))
-        numbers = _NUMBERS.get(size.node.shape_env)
+        numbers = size.node.shape_env.numbers
         return size_expression.xreplace(numbers) if numbers else size_expression
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
 
 
-# By shape environment: what guards say.
-_NUMBERS: WeakKeyDictionary[object, dict[sympy.Basic, sympy.Basic]] = weak_cache("numbers of sizes")
-
-
-def know_numbers(environment: object, guards: Iterable[object]) -> None:
+def know_numbers(environment: Any) -> None:
     """Expressions that guards say are a number (s0 // 2 == 1) are that number wherever they are met: torch itself reads
     one or the other, and a dimension would be the instance's own in one value and fixed in the next."""
-    equal = [g.args for g in guards if isinstance(g, sympy.Eq)]
+    equal = [g.expr.args for g in environment.guards if isinstance(g.expr, sympy.Eq)]
     pairs = [(a, b) if depends(a) else (b, a) for a, b in equal]
-    _NUMBERS[environment] = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
+    environment.numbers = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
 
 
 def without_exact_quotients(e: sympy.Basic) -> sympy.Basic:

@@ -267,7 +267,7 @@ def _trace(
         else:  # what does not stay whole
             composites = {f: f.decompose for f, name in _composites().items() if name not in whole}
             module, env = trace_with_sizes(*arguments, composites)
-    know_numbers(env, (g.expr for g in env.guards))
+    know_numbers(env)
     _without_whole_slices(module.graph)
     _without_writes(module.graph)
     _without_copies(module.graph)
