@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size: TypeAlias = int | sympy.Basic  # a number, or an expression where it differs between instances
 Shape: TypeAlias = tuple[Size, ...]
@@ -33,12 +34,13 @@ def expression(size: object) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else sympy.Float(size)
 
 
-def know_numbers(environment: Any) -> None:
+def know_numbers(environment: ShapeEnv) -> None:
     """Expressions that guards say are a number (s0 // 2 == 1) are that number wherever they are met: torch itself reads
     one or the other, and a dimension would be the instance's own in one value and fixed in the next."""
     equal = [g.expr.args for g in environment.guards if isinstance(g.expr, sympy.Eq)]
     pairs = [(a, b) if depends(a) else (b, a) for a, b in equal]
-    environment.numbers = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
+    numbers = {without_exact_quotients(a): b for a, b in pairs if depends(a) and not depends(b)}
+    environment.numbers = numbers  # type: ignore[attr-defined]  # those of `shape_environment` have them
 
 
 def without_exact_quotients(e: sympy.Basic) -> sympy.Basic:
