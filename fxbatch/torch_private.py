@@ -38,9 +38,6 @@ from torch._decomp import _core_aten_decompositions_post_autograd, decomposition
 # Checked against 2.11.0 and 2.13.0: where torch.func's transforms wrap tensors (_wrap_tensor_for_grad, _add_batch_dim).
 from torch._functorch import eager_transforms as functorch_transforms
 from torch._functorch import vmap as functorch_vmap
-
-# Checked against 2.11.0 and 2.13.0: operators that take functions, as cond and while_loop are.
-from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -57,9 +54,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 
 # Checked against 2.11.0 and 2.13.0: where the source of each GraphModule is kept, for tracebacks.
 from torch.fx.graph_module import _loader
-
-# Checked against 2.11.0 and 2.13.0: the base class of BatchNorm and InstanceNorm.
-from torch.nn.modules.batchnorm import _NormBase as NormBase
 
 # Checked against 2.11.0 and 2.13.0: whether hooks are registered on all modules.
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
@@ -600,11 +594,11 @@ __all__ = [
     "DisableTorchFunctionSubclass",
     "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
     "storage_users",
-    "dynamo_questions", "inline_compiled_functions", "HigherOrderOperator",
+    "dynamo_questions", "inline_compiled_functions",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_symbolic",
     "forget_traces", "let_dynamo_read_torch", "product_address", "quiet_fakes",
     "thread_addresses", "inductor_mode_options", "DataDependentOutputException",
-    "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "NormBase", "TorchDispatchMode",
+    "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
     "UnsupportedOperatorException", "any_autocast", "fake_mode", "function_mode_count", "function_modes",
     "function_modes_enabled", "functions_enabled", "functorch_transforms", "functorch_vmap", "handle_torch_function",
     "has_global_hooks", "module_call", "reparametrized", "set_grad_enabled", "set_warning_handler", "stateless",

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from fxbatch.errors import BatchCoupledError, InPlaceError, TraceError
 from fxbatch.ir import Operation, Slot, Template, TensorSpec
 from fxbatch.signature import Frozen
-from fxbatch.torch_private import HigherOrderOperator, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from fxbatch.torch_private import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from fxbatch.trace.arguments import (
     Arguments,
     ArrayArgument,
@@ -198,7 +198,7 @@ def call_function(
     if entry is None:
         if kwargs.get("out") is not None:
             raise InPlaceError(NO_OUT.format(function_name(func)) + at_line())
-        if isinstance(func, HigherOrderOperator):
+        if getattr(torch.ops.higher_order, function_name(func), None) is func:
             raise TraceError(
                 f"{function_name(func)} got a recorded tensor: operators that take functions can't be recorded; "
                 f"write torch.cond, or an `if` or a loop in Python{at_line()}"

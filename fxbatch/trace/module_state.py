@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from fxbatch.caches import Cache, guard
 from fxbatch.ir import SharedOperand, TensorSpec
-from fxbatch.torch_private import NormBase, has_global_hooks
+from fxbatch.torch_private import has_global_hooks
 from fxbatch.trace.bare_parameters import bare_parameters
 from fxbatch.trace.module_changes import containers_of
 from fxbatch.trace.places import HOOKS, Item, first_changed, places_of_modules
@@ -44,6 +44,13 @@ def keeps_changing(what: str) -> str:
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether forward or backward hooks are registered on the module itself, or on all modules."""
     return has_global_hooks() or any(map(module.__dict__.get, HOOKS))
+
+
+def keeps_statistics(module: torch.nn.Module) -> bool:
+    """Whether it is a layer that counts running statistics in training, as BatchNorm and InstanceNorm of torch and
+    those that derive from them."""
+    buffers = module._buffers
+    return buffers.get("running_mean") is not None and "num_batches_tracked" in buffers
 
 
 @guard("places")
@@ -75,7 +82,7 @@ class Examined:
         for prefix, m in module.named_modules():
             if has_hooks(m):
                 self.reason = f"has hooks{' on ' + prefix if prefix else ''}"
-            if isinstance(m, NormBase) and m.training and m.running_mean is not None:
+            if m.training and keeps_statistics(m):
                 self.coupled = f"{prefix + ': ' if prefix else ''}{type(m).__name__}"
             key.append(m.training)
             self._add_tensors(prefix, m, key)

@@ -22,9 +22,16 @@ from fxbatch.errors import BatchCoupledError, FxbatchError, TraceError
 from fxbatch.ir import Operation
 from fxbatch.mistakes import report
 from fxbatch.signature import Frozen, Twins, in_twins, structural_twin
-from fxbatch.torch_private import DisableTorchFunctionSubclass, NormBase, module_call, reparametrized
+from fxbatch.torch_private import DisableTorchFunctionSubclass, module_call, reparametrized
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.module_state import MANY_STATES, Examined, has_hooks, keeps_changing, unchanged
+from fxbatch.trace.module_state import (
+    MANY_STATES,
+    Examined,
+    has_hooks,
+    keeps_changing,
+    keeps_statistics,
+    unchanged,
+)
 from fxbatch.trace.operations import (
     MARKED,
     PLAIN_MODULE,
@@ -193,7 +200,7 @@ def _entry(call: ModuleCall, record: ModuleRecord, arguments: Arguments, key: ob
     if examined.reason:
         call.note(examined.reason)
         return examined.reason
-    if examined.coupled and not isinstance(record.module, NormBase):
+    if examined.coupled and not keeps_statistics(record.module):
         return f"holds {examined.coupled} in training"  # which may never be called
     if examined.coupled:
         raise BatchCoupledError(
