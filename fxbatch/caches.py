@@ -53,7 +53,7 @@ CACHES = {
     "structures met once": Kind("hash of kind, content", 256, "engine"),
     "operations": Kind("signature, needs, types of shared operands, options", 4096, "engine"),
     "signatures that were met": Kind("signature", 4096, "engine"),
-    "idle passes": Kind("columns, which signatures are called", 256, "engine"),
+    "idle passes": Kind("columns, which signatures are called", 8 << 20, "engine", "bytes"),
     "signatures of rewrites": Kind("operation or members, types, modes, arguments", 1024, "engine"),
     "signatures in blocks": Kind("signature", 4096, "engine"),
     "rows of arrays": Kind("array", 4096, "pool"),

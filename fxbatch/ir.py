@@ -84,6 +84,11 @@ class SignatureColumns:
     _each: dict[object, tuple[object, ...]] = field(repr=False)
     _facts: Cache[Hashable, Any] = field(default_factory=lambda: Cache("facts of signatures"), repr=False)
 
+    @property
+    def bytes(self) -> int:
+        """About what each thing takes that is made over them, beside its operations; they themselves serve many."""
+        return 128 * len(self.signatures)
+
     def fact(self, find: Callable[..., T], *key: Hashable) -> T:
         """`find(self, *key)`, made once: what a pass has to know of these signatures."""
         fact: T | None = self._facts.get((find, key))

@@ -102,7 +102,7 @@ class Pipeline:
             least = min(
                 (x.idle_below(program) if hasattr(x, "idle_below") else 0 for x in others), default=_FEW
             )
-            self._idle.put(family, least)
+            self._idle.put(family, least, program.columns.bytes)
         return program
 
 

@@ -210,7 +210,7 @@ class Planner:
             "family",
             (facts.graph, facts.present, grad),  # a graph is of one tuple of signatures
             lambda: Family(program, facts.counts.tolist(), grad=grad),
-            HELD * sum(facts.present),
+            HELD * sum(facts.present) + program.columns.bytes,
         )
 
     def all_met(
@@ -218,7 +218,8 @@ class Planner:
     ) -> OperationSet:
         """The set of these operations, None for signatures without calls. Where programs come again they have sets of
         their own; where they are ever others, a set is of all operations that such programs had, and is made once."""
-        key, size = (program.columns, grad), HELD * sum(survey(program).present)
+        key = program.columns, grad
+        size = HELD * sum(survey(program).present) + program.columns.bytes
         before = self.structures.get("met", key, lambda: _LastOperations(list(compiled)), size)
         before.programs += 1
         if before.programs <= OWN_SETS:
@@ -230,7 +231,7 @@ class Planner:
     def operation_set(self, program: Program, compiled: tuple[CompiledOperation | None, ...]) -> OperationSet:
         """The one object for these operations of a program's signatures."""
         key = (program.signatures, compiled)
-        size = 2 * HELD * sum(survey(program).present)
+        size = 2 * HELD * sum(survey(program).present) + program.columns.bytes
         return self.structures.get("operations", key, lambda: OperationSet.of(program, compiled), size)
 
     def schedule(self, program: Program) -> Schedule:

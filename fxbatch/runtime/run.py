@@ -186,7 +186,7 @@ class Run:
         if template is None or not family.settled:
             template = self._make_template(program, family, constants, known_needs)
             if family.settled:
-                self.planner.structures.entries.put(key, template, HELD)
+                self.planner.structures.entries.put(key, template, HELD + program.columns.bytes)
         return template
 
     def _family(self, program: Program) -> tuple[Family, Types]:

@@ -570,7 +570,11 @@ def _run_on_values(func: Any, arguments: Arguments, key: object, reason: str) ->
 
 
 def _written(
-    recorder: RecordedCalls, func: Any, values: Sequence[Value], real: Sequence[torch.Tensor], result: object
+    recorder: RecordedCalls,
+    func: object,
+    values: Sequence[Value],
+    real: Sequence[torch.Tensor],
+    result: object,
 ) -> object:
     """What a call has given that writes in place, on copies of values that have run: these have their content now."""
     same: dict[int, Value] = {}

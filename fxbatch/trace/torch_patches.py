@@ -475,7 +475,7 @@ def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **
     return plain(self, *args, **kwargs)
 
 
-def _note_seed(recorder: RecordedCalls, plain: Any, *args: object) -> object:
+def _note_seed(recorder: RecordedCalls, plain: Callable[..., object], *args: object) -> object:
     recorder.seeded = recorder.seeded or at_line() or " "
     return plain(*args)
 
@@ -507,7 +507,9 @@ def _lend_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor) -> torch
     return data
 
 
-def _set_data(recorder: RecordedCalls, plain: Any, self: torch.Tensor, data: torch.Tensor) -> None:
+def _set_data(
+    recorder: RecordedCalls, plain: Callable[..., object], self: torch.Tensor, data: torch.Tensor
+) -> None:
     """`t.data = x`: what calls have read of t stays as it is."""
     if type(data) in _RECORDED:
         raise InPlaceError(

@@ -27,7 +27,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 import torch
@@ -450,7 +450,7 @@ class Value(torch.Tensor):
     def retain_grad(self) -> None:
         self._recorder.real_tensor(self, "retain_grad() on a value can't be recorded").retain_grad()
 
-    def apply_(self, *_: object) -> Any:
+    def apply_(self, *_: object) -> NoReturn:
         """Functions of Python, called with each number: torch hands such calls to nobody."""
         raise InPlaceError(f"apply_(), map_() and map2_() of a value can't be recorded{at_line()}")
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 import fxbatch
 from fxbatch.runtime.strategy import AdaptiveSwitch
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
 
 
