@@ -6,8 +6,10 @@ Every message names what was expected, what was met and, where there is one, the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+import typing
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class FxbatchError(Exception):
@@ -36,7 +38,7 @@ class TraceError(FxbatchError):
     again = False  # whether the minibatch can be run by the loop instead: modules are what they were before
     begun = 0  # instances that had begun
     of_operation = False  # whether an operation has raised something, when it ran, that the forward may catch
-    told: ClassVar[Callable[[TraceError], None]] = lambda error: None  # of each (trace/state.py)
+    told: typing.ClassVar[Callable[[TraceError], None]] = lambda error: None  # of each (trace/state.py)
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

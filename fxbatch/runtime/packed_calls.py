@@ -54,9 +54,7 @@ MOST_SIZES = 8
 MOST = 3  # segments: each is a run, which takes as long as several steps
 FEW = 4  # calls, from which on one step for all takes less than one for each
 STACKS = 4  # of an instance on average
-USUAL = (
-    3  # steps in a row with calls of one signature alone, from which on these are as other operations' calls
-)
+USUAL = 3  # steps in a row with calls of one signature alone, after which these are as any other calls
 SAVES = 40  # launches, from which on a segment of a phase is worth planning
 SHIFT = 2  # what is added to a number that stands as a size: graphs are of sizes from 2 on
 _OF_ROWS = (torch.stack, torch.cat)
