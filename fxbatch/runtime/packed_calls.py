@@ -453,9 +453,7 @@ class PackedCalls:
         of = {s: self.first.get(x) if x.sizes is None else x.sizes for s, x in called.items()}
         may_try = self.may_try(PackedRoute.seconds_to_try)
         packed = {s: f for s, f in of.items() if f and not f.reason and (f.function or f.stacks or may_try)}
-        if (
-            program.known
-        ):  # what the first phase begins with are constants, and what packed calls make of these
+        if program.known:  # the first phase begins with constants, and what packed calls make of these
             signatures = Counter(packed.values())
             packed = {s: f for s, f in packed.items() if signatures[f] > 1 or not f.is_usual(called[s])}
         return {} if program.instances == 1 and _follow_one_another(program, packed) else packed
