@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,16 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.runtime.strategy import AdaptiveSwitch
 
-
-@pytest.fixture(autouse=True)
-def adaptive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As users have it."""
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxbatch.LoopWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 class Layer(nn.Module):
@@ -223,3 +214,25 @@ def test_data_of_a_parameter_that_is_written_to() -> None:
         fxbatch.InPlaceError, match=r"weight, which .* reads, was written to while instances ran"
     ):
         fxbatch.autobatch(adaptive=False)(Layer.forward)(model, xs)
+
+
+def test_gradients_that_are_on_already_are_no_reason_against_a_packed_forward() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(3, 3)
+
+        @fxbatch.autobatch(adaptive=False)
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                h = self.l(x)
+            return torch.softmax(h, 0).sum(1).mean()
+
+    model = Scores()
+    xs = [torch.randn(n, 3) for n in range(2, 30)]
+    for _ in range(3):
+        found = model(xs)
+    with fxbatch.disabled():
+        torch.testing.assert_close(found, model(xs))
+    (engine,) = vars(model)["_fxbatch_engines"].values()
+    assert not engine.packed_calls.families  # one for each of its calls, otherwise
