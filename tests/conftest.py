@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 import torch.fx.experimental.proxy_tensor
 from hypothesis import HealthCheck, settings
 
+from fxbatch import LoopWarning
 from fxbatch.runtime.strategy import AdaptiveSwitch
 from tests.data_sample import sample
 
@@ -112,6 +114,15 @@ def _same_start() -> None:
 def _always_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests look at batching, on minibatches too small to gain by it; test_strategy.py at the choice."""
     monkeypatch.setattr(AdaptiveSwitch, "on", False)
+
+
+@pytest.fixture
+def as_users_have_it(_always_batched: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The choice is on, as by default, and what it says is no error."""
+    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LoopWarning)
+        yield
 
 
 _UNPATCHED = torch.nn.Module.__call__, torch.tensor, torch.nn.functional.handle_torch_function

@@ -519,15 +519,9 @@ def _set_data(
     plain(self, data)
 
 
+_set_plain_data = _while_recording(_plain_data.__set__, _set_data)
 _PATCHES.append(
-    (
-        torch.Tensor,
-        "data",
-        property(
-            _while_recording(_plain_data.__get__, _lend_data),
-            _while_recording(_plain_data.__set__, _set_data),
-        ),
-    )
+    (torch.Tensor, "data", property(_while_recording(_plain_data.__get__, _lend_data), _set_plain_data))
 )
 stands_for(torch.Tensor, "requires_grad_")(_switch_gradient)
 _set_requires_grad = _while_recording(_plain_requires_grad.__set__, _switch_gradient)

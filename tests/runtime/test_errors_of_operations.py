@@ -4,8 +4,7 @@ not count (`.data`) is not done twice."""
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxbatch
 from fxbatch import autobatch
-from fxbatch.runtime.strategy import AdaptiveSwitch
 
-
-@pytest.fixture(autouse=True)
-def adaptive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As users have it."""
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fxbatch.LoopWarning)
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 class Words(nn.Module):

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxbatch
-from fxbatch.runtime.strategy import AdaptiveSwitch
 
-pytestmark = pytest.mark.filterwarnings("ignore::fxbatch.LoopWarning")
+pytestmark = pytest.mark.usefixtures("as_users_have_it")
 
 
 class Noise(nn.Module):
@@ -40,8 +39,7 @@ class Noise(nn.Module):
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_draws_are_the_loops(adaptive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+def test_draws_are_the_loops(adaptive: bool) -> None:
     torch.manual_seed(0)
     model, plain = Noise(), Noise()
     plain.load_state_dict(model.state_dict())
@@ -77,8 +75,7 @@ def seeded_for_real_tensors(m: Noise, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "code", [seeded, seeded_apart, seeded_for_real_tensors], ids=lambda code: code.__name__
 )
-def test_a_forward_that_seeds_the_generator(code: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdaptiveSwitch, "on", True)
+def test_a_forward_that_seeds_the_generator(code: Any) -> None:
     model = Noise()
     batched, always = fxbatch.autobatch(code), fxbatch.autobatch(adaptive=False)(code)
     for _ in range(4):
