@@ -285,6 +285,13 @@ class IndexByTensor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.data = data_of_tensors()
+        self._rows: list[
+            torch.Tensor
+        ] = []  # copies that stand for views, but those that are stored: `x[i] += 1`
+
+    def lost_writes(self) -> bool:
+        """Whether the body has written to a row that a tensor chose: to a copy, and not to what it is a row of."""
+        return any(row._version for row in self._rows)
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in self.data:
@@ -294,7 +301,11 @@ class IndexByTensor(TorchFunctionMode):
             whole = all(_is_position(x) or x == slice(None) for x in indices)
             if whole and any(map(_is_position, indices)):
                 places = [x if isinstance(x, torch.Tensor) else None for x in indices]
-                return aten.index.Tensor(args[0], places)
+                row: torch.Tensor = aten.index.Tensor(args[0], places)
+                self._rows.append(row)
+                return row
+        if func is torch.Tensor.__setitem__:
+            self._rows = [row for row in self._rows if row is not args[2]]
         return func(*args, **(kwargs or {}))
 
 

@@ -657,26 +657,28 @@ class _Resolution:
                 continue
             calls = readers[p.sig[readers] == s]
             calls = calls[tensors.marks[p.inputs[p.input_offsets[calls]]] == HELD_APART]
-            numbers: list[object] = [place] * len(calls)
+            numbers = np.full(len(calls), place if place != ALL else 0)
             if place == LIFTED:
                 calls = calls[tensors.marks[p.inputs[p.input_offsets[calls] + 1]] > 0]
-                numbers = tensors.items(p.inputs[p.input_offsets[calls] + 1])
-            rows_of: dict[int, tuple[int, int, int]] = {}
-            taken: list[tuple[int, int, int]] = []  # value, number of the column, place in it
-            sources, values = p.inputs[p.input_offsets[calls]].tolist(), p.first_value[calls].tolist()
-            for c, v, at, value in zip(calls.tolist(), sources, numbers, values, strict=True):
-                if type(at) is not int:
-                    continue
-                if v not in rows_of:
-                    column, first, count = self._rows_of(v, p.signatures[s].inputs[0], grad=grad)
-                    rows_of[v] = tensors.number_of(column), first, count
-                number, first, count = rows_of[v]
-                rows = range(count) if at == ALL else (range(count)[at],)
-                taken += [(value + k, number, first + row) for k, row in enumerate(rows)]
-                self.resolved[c] = True
-            places = np.array(taken, dtype=np.int64).reshape(-1, 3)
-            tensors.put_apart(places[:, 0], places[:, 1], places[:, 2])
-            self.rows = np.concatenate([self.rows, places[:, 0]])
+                items = tensors.items(p.inputs[p.input_offsets[calls] + 1])
+                plain = np.array([type(x) is int for x in items], dtype=bool)
+                calls, numbers = calls[plain], np.array([x for x in items if type(x) is int], dtype=np.int64)
+            sources, of = np.unique(p.inputs[p.input_offsets[calls]], return_inverse=True)
+            columns = [self._rows_of(v, p.signatures[s].inputs[0], grad=grad) for v in sources.tolist()]
+            where = np.array([(tensors.number_of(c), first, n) for c, first, n in columns], dtype=np.int64)
+            column, first, count = where.reshape(-1, 3)[of.reshape(-1)].T
+            values = p.first_value[calls]
+            if place == ALL:
+                rows = np.arange(count.sum()) - (count.cumsum() - count).repeat(count)
+                column, first, values = (x.repeat(count) for x in (column, first, values))
+                values = values + rows
+            else:
+                if ((numbers < -count) | (numbers >= count)).any():
+                    raise IndexError("a row is read that a packed call did not give")
+                rows = np.where(numbers < 0, numbers + count, numbers)
+            tensors.put_apart(values, column, first + rows)
+            self.resolved[calls] = True
+            self.rows = np.concatenate([self.rows, values])
 
     def _rows_of(self, v: int, kind: TensorSpec, *, grad: bool) -> tuple[Column, int, int]:
         """The rows of what a packed call gave: in which column they are, the first, and how many."""

@@ -266,6 +266,8 @@ class PackedForward:
                     body.once, types, shared, grad=torch.is_grad_enabled(), plain=plain,
                     loops=bool(self.options.plain),
                 )  # fmt: skip
+            if mode.lost_writes():
+                raise BodyError("writes to a row that a tensor chose")
             return outcome, mode.calls
 
         three = [example, *_unlike(columns.sizes(dynamic), example)]

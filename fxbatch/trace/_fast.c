@@ -22,13 +22,13 @@
 
 /* --- Writes in place ------------------------------------------------------------------------------------------ */
 
-enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME }; /* Entry.written_as */
+enum { WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME, GIVES_ROW }; /* Entry.written_as */
 
 /* Whether a value can get another content by another number: views, constants and what autograd does not see are
    Python's. Its own views are recorded anew when they are used (is_stale). */
 static int may_be_rewritten(PyObject *recorder, PyObject *v)
 {
-    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & CONSTANT) && counts_for_gradients(recorder);
+    return !SLOT(v, at.view) && !(WHOLE(v, at.flags) & NOT_WRITTEN_HERE) && counts_for_gradients(recorder);
 }
 
 /* Record a call whose only output is the new content of v; -1 without an error where it is for Python. */
@@ -144,7 +144,10 @@ static PyObject *call_function(PyObject *recorder, PyObject *func, PyObject *con
             result = record_once(recorder, entry);
         else if (WHOLE(entry, at.written) == WRITES_NOTHING)
             result = record(recorder, entry, a.inputs, a.read);
-        else if (WHOLE(entry, at.written) == GIVES_SAME)
+        else if (WHOLE(entry, at.written) == GIVES_ROW) {
+            if ((result = record(recorder, entry, a.inputs, a.read)))
+                WHOLE(result, at.flags) |= COPIED_ROW;
+        } else if (WHOLE(entry, at.written) == GIVES_SAME)
             result = n && a.read && args[0] == a.inputs[0].value ? Py_NewRef(args[0]) : NULL;
         else if (a.read && n && value_at(recorder, args[0]) == a.inputs[0].value &&
                  may_be_rewritten(recorder, a.inputs[0].value) &&
@@ -177,7 +180,7 @@ static PyObject *call_in_place(PyObject *recorder, PyObject *pure, PyObject *con
         return NULL;
     PyObject *v = n ? value_at(recorder, args[0]) : NULL;
     int plain = v && may_be_rewritten(recorder, v);
-    if (!plain && (!v || row_shown(v) < 0 || WHOLE(SLOT(SLOT(v, at.view), at.root), at.flags) & CONSTANT))
+    if (!plain && (!v || row_shown(v) < 0 || WHOLE(SLOT(SLOT(v, at.view), at.root), at.flags) & NOT_WRITTEN_HERE))
         return NULL;
     PyObject *content = call_function(recorder, pure, args, n, names, 1), *result = NULL;
     if (!plain) {
@@ -303,6 +306,9 @@ static PyObject *view_of_bare(PyObject *recorder, PyObject *func, PyObject *cons
     PyObject *asked = SLOT(SLOT(recorder, at.heard), at.views_asked), *view = NULL;
     if (!PyDict_GET_SIZE(asked) || !modes_as_recorded(recorder))
         return NULL;
+    if (func == getitem && n == 2 && PyLong_CheckExact(args[1]) && Py_IS_TYPE(args[0], BareParameter) &&
+        ((view = row_of_table(recorder, args[0], args[1])) || PyErr_Occurred()))
+        return view;
     unsigned long long of = (unsigned long long)(uintptr_t)args[0];
     long long mode = WHOLE(KNOWN(recorder), at.mode);
     PyObject *by = index_keys(args + 1, n - 1), *key = by ? Py_BuildValue("(OKNL)", func, of, by, mode) : NULL;

@@ -74,6 +74,8 @@ static int is_stale(PyObject *v)
 
 #define REQUIRES_GRAD 1 /* what is known of a Value from its beginning on (values.py) */
 #define CONSTANT 2
+#define COPIED_ROW 4
+#define NOT_WRITTEN_HERE (CONSTANT | COPIED_ROW)
 
 #define POOL 16384
 static PyObject *pool[POOL]; /* objects that nobody else refers to, untracked; one reference each: ours */

@@ -132,7 +132,7 @@ static int set_row(PyObject *recorder, PyObject *target, PyObject *index, PyObje
         return PyErr_Occurred() ? -1 : 0;
     if (view && SLOT(view, at.source) == target && row_shown(content) == row)
         return 1; /* what `x[i] += y` stores last */
-    if (SLOT(target, at.view) || WHOLE(target, at.flags) & CONSTANT || has_places(target) ||
+    if (SLOT(target, at.view) || WHOLE(target, at.flags) & NOT_WRITTEN_HERE || has_places(target) ||
         !counts_for_gradients(recorder))
         return 0;
     PyObject *number = PyLong_FromSsize_t(row);
@@ -146,7 +146,7 @@ static int rewrite_row(PyObject *recorder, PyObject *v, PyObject *content)
 {
     Py_ssize_t number = row_shown(v);
     PyObject *view = SLOT(v, at.view), *root = number < 0 ? NULL : SLOT(view, at.root);
-    if (!root || WHOLE(root, at.flags) & CONSTANT || has_places(root) || !counts_for_gradients(recorder) ||
+    if (!root || WHOLE(root, at.flags) & NOT_WRITTEN_HERE || has_places(root) || !counts_for_gradients(recorder) ||
         SLOT(content, at.view) || WHOLE(content, at.type) != WHOLE(v, at.type))
         return 0;
     PyObject *index = PyTuple_GET_ITEM(PyTuple_GET_ITEM(SLOT(view, at.call), 1), 1);
@@ -187,6 +187,26 @@ static PyObject *row_of_value(PyObject *recorder, PyObject *const *args)
         Py_XDECREF(call);
         Py_XDECREF(sid);
         Py_DECREF(known);
+    }
+    Py_XDECREF(row);
+    return result;
+}
+
+/* table[index] of a bare parameter many of whose rows were looked up, for a number that was met before
+   (arguments.row_of_table); NULL without an error for others. */
+static PyObject *row_of_table(PyObject *recorder, PyObject *table, PyObject *index)
+{
+    unsigned long long of = (unsigned long long)(uintptr_t)table;
+    PyObject *key = Py_BuildValue("(iKL)", -1, of, (long long)WHOLE(KNOWN(recorder), at.mode)), *result = NULL;
+    PyObject *known = key ? PyDict_GetItemWithError(SLOT(recorder, at.row_calls), key) : NULL;
+    Py_XDECREF(key);
+    Py_ssize_t at_row = known && has_columns(recorder) ? from_start(index, PyTuple_GET_ITEM(known, 1)) : -1;
+    PyObject *row = at_row < 0 ? NULL : PyLong_FromSsize_t(at_row);
+    PyObject *number = row ? PyDict_GetItemWithError(PyTuple_GET_ITEM(known, 2), row) : NULL;
+    if (number) {
+        Input read[] = {{NULL, PyLong_AsSsize_t(number)}};
+        if ((result = record(recorder, PyTuple_GET_ITEM(known, 0), read, 1)))
+            WHOLE(result, at.flags) |= COPIED_ROW;
     }
     Py_XDECREF(row);
     return result;

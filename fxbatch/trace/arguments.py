@@ -44,13 +44,23 @@ from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state
 from fxbatch.trace.table import ByIdentity, Entry, OpaqueArgumentError, static_key
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, Value, WrittenTensor, is_position, refresh, value_of
+from fxbatch.trace.values import (
+    COPIED_ROW,
+    GETITEM,
+    Value,
+    WrittenTensor,
+    is_position,
+    new_value,
+    refresh,
+    value_of,
+)
 
 # Rows of parameters that are chosen in Python (`self.embed.weight[word]`, `transitions[a, b]`) become look-ups with
 # the row's number as an input, so that calls with other rows share their launches. A parameter whose rows are few (one
 # a gate, one a layer) stays as it is, until more than these were met; matrices always, since a product with one matrix
 # for all calls is worth more than a shared launch.
 MANY_ROWS = 4
+_TABLE = -1  # of keys of `row_calls`: a parameter's, in C as well
 
 
 def take_parameter_row(parameter: torch.Tensor, row: torch.Tensor, leading: int) -> torch.Tensor:
@@ -87,6 +97,38 @@ def _looked_up(recorder: RecordedCalls, parameter: torch.Tensor, row: int, leadi
     args = parameter, recorder.number(row, torch.int64, parameter.device), leading
     value = None if _fast is None else _fast.recorded_before(recorder, take_parameter_row, args, {})
     return recorder.call(take_parameter_row, args, {}) if value is None else value
+
+
+def row_of_table(recorder: RecordedCalls, table: torch.Tensor, index: int) -> Value | None:
+    """`table[index]` of a parameter `[n, d]` of which many rows were looked up; None for others. C finds those
+    met before in a recording."""
+    table_call = recorder.row_calls.get((_TABLE, id(table), recorder.knowledge.mode))
+    if table_call is None or not -table_call[1] <= index < table_call[1]:
+        return None
+    entry, n, numbers = table_call
+    row = index + n if index < 0 else index
+    number, kind = numbers.get(row), entry.signature.inputs[0]
+    if number is None:
+        number = numbers[row] = recorder.number(row, kind.dtype, kind.device)._value
+    v: Value = recorder.emit(
+        entry, (new_value(recorder, number, recorder.table.number(kind.dtype, kind.device).types[0], 0),)
+    )
+    v._flags |= COPIED_ROW
+    return v
+
+
+def _note_table(recorder: RecordedCalls, table: torch.Tensor) -> None:
+    """Rows of a parameter are looked up by their numbers from now on, and no view of it is made."""
+    number = recorder.number(0, torch.int64, table.device)
+    entry = _entry_of(recorder, take_parameter_row, (table, number, 1), {})
+    if entry is not None:
+        numbers = recorder.index_numbers.setdefault(table.device, {})
+        recorder.row_calls[_TABLE, id(table), recorder.knowledge.mode] = entry, len(table), numbers
+
+
+def _is_by_number(args: tuple[object, ...]) -> bool:
+    """Whether an index of a parameter is a number."""
+    return len(args) == 2 and type(args[0]) is BareParameter and type(args[1]) is int
 
 
 def _row(recorder: RecordedCalls, t: torch.Tensor, base: torch.Tensor) -> int | None:
@@ -333,6 +375,8 @@ def bare_function(func: object, types: Any, args: Any = (), kwargs: Any = None) 
     recorder.sync_modes()
     if func is GETITEM and len(args) == 2 and taker_of(*args) is None:
         args = args[0], _by_numbers(recorder, args[1])
+    if func is GETITEM and _is_by_number(args) and (row := row_of_table(recorder, *args)) is not None:
+        return row
     heard, mode = recorder.heard, recorder.knowledge.mode
     key = None if kwargs or not args or type(args[0]) not in BARE else _key(func, args, mode)
     if key:
@@ -503,6 +547,14 @@ def _heard_views(
             if type(base) is BareParameter:
                 row = row_of_parameter(recorder, x)
                 vars(x)[VIEW_KEY] = _view_key(recorder, x, base) if row is None else row
+                if (
+                    row is not None
+                    and x is result
+                    and func is GETITEM
+                    and _is_by_number(args)
+                    and x.dim() == 1
+                ):
+                    _note_table(recorder, base)
     for x in views:
         if VIEW_KEY not in vars(x):
             recorder.heard.computed = True

@@ -55,6 +55,8 @@ from fxbatch.trace.operations import (
     function_name,
     on_views,
     plain_function,
+    row_at,
+    take_at,
     where_by_bytes,
 )
 from fxbatch.trace.places import first_changed
@@ -63,9 +65,9 @@ from fxbatch.trace.python_numbers import MANY_NUMBERS, call_lifted, without_floa
 from fxbatch.trace.reads import Reads
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.state import _fast, state, tracing
-from fxbatch.trace.table import GIVES_SAME, Entry, OpaqueArgumentError
+from fxbatch.trace.table import GIVES_ROW, GIVES_SAME, Entry, OpaqueArgumentError
 from fxbatch.trace.user_line import at_line
-from fxbatch.trace.values import GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
+from fxbatch.trace.values import COPIED_ROW, GETITEM, POSITIONS, SETITEM, Value, WrittenTensor, link_views
 from fxbatch.trace.writes import (
     PURE_FORMS,
     call_pure,
@@ -209,6 +211,8 @@ def call_function(
         if type(func) is CustomFunction and not func.has_context_apart and recorder.modes().grad:
             reason = "its forward takes ctx, and torch differentiates it alone: write setup_context()"
         entry = _new_function(key, func, arguments, reason)
+        if func in (take_at, row_at) and type(entry) is Entry:
+            _say_what_it_shows(entry)
     if type(entry) is Known:
         return entry.result
     if type(entry) is str:  # why it needs values
@@ -225,12 +229,22 @@ def call_function(
         recorder.remember(asked, args, kwargs, entry)
         return args[0]
     result = recorder.emit(entry, arguments.values)
+    if entry.written_as == GIVES_ROW:
+        result._flags |= COPIED_ROW
     if entry.aliases:
         link_views(entry, result, arguments.values, (entry.target, args, kwargs))
         comes_as = None
     if not arguments.copied:
         recorder.remember(*(comes_as or (asked, args, kwargs)), entry)
     return result
+
+
+def _say_what_it_shows(entry: Entry) -> None:
+    """A row chosen by a tensor is a copy that stands for a view: of its first input, or of what all instances share."""
+    if len(entry.signature.inputs) > 1:
+        entry.aliases = (0,)
+    else:
+        entry.written_as = GIVES_ROW
 
 
 def _copied(recorder: RecordedCalls, func: Any, like: Any, *contents: object, **kwargs: object) -> object:

@@ -121,6 +121,12 @@ def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.reshape(1)).squeeze(0)
 
 
+def put_at(x: torch.Tensor, index: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """`x` after `x[index] = row`, for an index as `take_at` takes it."""
+    index = torch.where(index < 0, index + x.shape[0], index)
+    return x.index_copy(0, index.reshape(1), row.unsqueeze(0))
+
+
 def row_at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`take_at` of a parameter: IndexError where it has no such row."""
     return F.embedding(torch.where(index < 0, index + table.shape[0], index), table)

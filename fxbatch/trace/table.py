@@ -118,7 +118,7 @@ class TracedThrough:
 
 # What a call that writes in place gives, where all that it does is to give its first argument another content: C knows
 # these by their order.
-WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME = range(5)
+WRITES_NOTHING, GIVES_TARGET, GIVES_NONE, WRITES_OTHERWISE, GIVES_SAME, GIVES_ROW = range(6)
 LIGHT = 4  # signatures without graphs of their own that count as one with: constants, and calls of a family
 
 

@@ -34,7 +34,7 @@ import torch
 
 from fxbatch.errors import InPlaceError, TraceError
 from fxbatch.torch_private import tree_leaves, tree_map
-from fxbatch.trace.state import _fast, plain_tensors
+from fxbatch.trace.state import _fast, plain_tensors, state
 from fxbatch.trace.table import Entry
 from fxbatch.trace.user_line import at_line
 
@@ -68,6 +68,9 @@ def is_position(index: object) -> TypeGuard[torch.Tensor]:
 # What is known of a Value from its beginning on, in `Value._flags`.
 REQUIRES_GRAD = 1
 CONSTANT = 2  # it stands for a tensor that an instance brings along
+COPIED_ROW = (
+    4  # it stands for a view, as a row chosen by a tensor does (`x[i]`), and is a copy: it is not written to
+)
 
 
 UNBIND, DETACH = (torch.unbind, torch.Tensor.unbind), (torch.detach, torch.Tensor.detach)
@@ -133,7 +136,7 @@ class Value(torch.Tensor):
     """
 
     __slots__ = ("_flags", "_recorder", "_rows", "_type", "_value", "_view", "_writes")
-    _flags: int  # REQUIRES_GRAD, CONSTANT
+    _flags: int  # REQUIRES_GRAD, CONSTANT, COPIED_ROW
     _recorder: Any  # the RecordedCalls that made it, which stands above this
     # Rows that were written to since `_value` was recorded; absent where there are none.
     _rows: dict[int, Value]
@@ -169,7 +172,10 @@ class Value(torch.Tensor):
         cls, func: object, types: object, args: Any = (), kwargs: object = None
     ) -> object:
         if func is _aten.detach.default:  # `Variable(v)`, of torch before 0.4
-            return args[0]._recorder.call(torch.detach, (args[0],), {})
+            recorder = args[0]._recorder
+            again = _fast is not None and recorder is state.recorder
+            view = _fast.recorded_before(recorder, torch.detach, args, {}) if again else None
+            return recorder.call(torch.detach, args, {}) if view is None else view
         asked = _SIZES.get(func)
         if asked is not None:  # torch's parser of arguments wants to know whether it could be a number
             return asked(args[0])
@@ -694,6 +700,8 @@ def refresh(v: Value) -> Value:
         new = [x for x in tree_leaves(view.recorded_anew()) if type(x) is Value][view.output]
     v._value, v._flags = new._value, new._flags
     view.seen = view.root._writes
+    if view.root._flags & CONSTANT and (shown := view_of(new)) is not None:
+        v._view = shown  # of the value that the tensor stands for now
     return v
 
 

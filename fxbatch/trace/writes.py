@@ -22,12 +22,13 @@ from fxbatch.errors import InPlaceError
 from fxbatch.ir import Operation
 from fxbatch.torch_private import storage_users, tree_flatten, tree_leaves, tree_unflatten
 from fxbatch.trace.arguments import Arguments
-from fxbatch.trace.operations import FUNCTION, BodyRun, function_name
+from fxbatch.trace.operations import FUNCTION, BodyRun, function_name, put_at, take_at
 from fxbatch.trace.recorded_calls import RecordedCalls
 from fxbatch.trace.table import GIVES_NONE, GIVES_TARGET, WRITES_OTHERWISE, Entry
 from fxbatch.trace.user_line import at_line
 from fxbatch.trace.values import (
     CONSTANT,
+    COPIED_ROW,
     GETITEM,
     NEEDS_STRIDES,
     RECORD,
@@ -261,10 +262,18 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
     while (view := view_of(path[-1])) is not None:
         path.append(view.source)
     root = path[-1]
-    if root._flags & CONSTANT:
+    if root._flags & COPIED_ROW:
         raise InPlaceError(
-            f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
+            f"{name} writes to a row of a parameter or buffer, which all instances share: clone() it first{at_line()}"
         )
+    if root._flags & CONSTANT:
+        if (tensor := _tensor_shown(path)) is None:
+            raise InPlaceError(
+                f"{name} writes through a view into a real tensor, which stays real: clone() it first{at_line()}"
+            )
+        becomes_value(recorder, tensor, root, name)
+        rebind(recorder, refresh(v), new, name)
+        return
     if len(path) == 1:
         reshaped = new._type != v._type
         _assign(v, new if reshaped else _unseen_by_autograd(recorder, v, new))
@@ -286,6 +295,14 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
         _assign(node, _unseen_by_autograd(recorder, node, content))
         if (view := view_of(node)) is not None:
             view.seen = root._writes
+
+
+def _tensor_shown(path: Sequence[Value]) -> torch.Tensor | None:
+    """The real tensor of which a value chose the row that these are views of (`count[i] += 1`); None for others."""
+    call = path[-2]._view.call if len(path) > 1 else None
+    return (
+        call[1][0] if call is not None and call[0] is take_at and type(call[1][0]) is torch.Tensor else None
+    )
 
 
 def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, name: str) -> Value:
@@ -315,8 +332,10 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
 def _turned_back(
     recorder: RecordedCalls, source: Value, new: Value, label: str, rest: Sequence[object], kwargs: object
 ) -> Value | None:
-    """The content of `source` where all of it is in a view of another shape that was given this content; None for other
-    views."""
+    """The content of `source` after a view was given this content that is a row chosen by a value, or all of it in
+    another shape; None for other views."""
+    if label == take_at.__name__:
+        return recorder.call(put_at, (source, *rest, new), {})
     t, of_new = recorder.type_of(source), recorder.type_of(new)
     if kwargs or t.dtype is not of_new.dtype or math.prod(t.shape) != math.prod(of_new.shape):
         return None
@@ -401,7 +420,7 @@ def set_row(recorder: RecordedCalls, args: tuple[Any, ...]) -> bool:
     if v is not target:
         v = becomes_value(recorder, target, v, "setitem")
     shown = _place_shown(v)
-    if shown is None or shown[0]._flags & CONSTANT:
+    if shown is None or shown[0]._flags & (CONSTANT | COPIED_ROW):
         return False
     whole, before = shown
     _write_row(whole, before + place, row)
@@ -421,7 +440,12 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
         return False
     target, index, row = args
     view = view_of(row)
-    if view is None or view.call is None or view.call[0] is not GETITEM or view.source is not target:
+    if (
+        view is None
+        or view.call is None
+        or view.source is not target
+        or view.call[0] not in (GETITEM, take_at)
+    ):
         return False
     at = view.call[1][1]
     place = place_in(target.shape, index)
@@ -485,6 +509,7 @@ def becomes_value(recorder: RecordedCalls, t: torch.Tensor, value: Value, name: 
 
     InPlaceError where something else shares its memory.
     """
+    value._writes += 1  # values that are views of it are looked up anew, in what it stands for
     _note_factory(recorder, recorder.made_by.pop(id(t), None), t)
     if type(t) is torch.Tensor and type(t._base) is torch.Tensor:
         return _view_becomes_value(recorder, t, t._base, name)

@@ -901,7 +901,7 @@ class Blending(Parser):
 @pytest.mark.parametrize("grad", [False, True])
 def test_equal_packed_calls_are_one(grad: bool) -> None:
     torch.manual_seed(3)
-    model = Blending()
+    model = Blending().double()  # sums of so many numbers differ in the last digits of float32
     batch = [Sentence(n) for n in range(5, 35)]
     with torch.set_grad_enabled(grad):
         for _ in range(3):  # in the first functions are built

@@ -177,9 +177,37 @@ def written_into_others(m: Parts, x: torch.Tensor) -> Any:  # as a stack of stat
     return stack, picked, picked.add_(row[1])
 
 
+def chosen_by_values(m: Parts, x: torch.Tensor) -> Any:
+    rows, flat = m.l(x).view(2, 2), m.l(x) * 1
+    i, j = rows.sum(1).argmax(), flat.argmin()
+    before = rows[i]
+    rows[i].mul_(2.0)
+    rows[i][:1].add_(1.0)
+    rows[i] += flat[j]
+    flat[j].neg_()
+    rows[i].detach().mul_(3.0)
+    return rows, before.square(), flat.square(), rows[i - 1]
+
+
+def counted(m: Parts, x: torch.Tensor) -> Any:
+    count, states = torch.zeros(SIZE, dtype=x.dtype), torch.zeros(3, SIZE, dtype=x.dtype)
+    seen = torch.zeros(SIZE, dtype=torch.bool)
+    h = m.l(x)
+    for _ in range(3):
+        best = h.argmax()
+        row = states[best % 3]
+        count[best] += 1
+        count[h.argmin()].sub_(0.5)
+        states[best % 3].add_(h)
+        states[0] = h
+        seen[best] |= True
+        h = (m.l(h) + row.clone() * count.clone()).masked_fill(seen.clone(), 0.0)
+    return h.sum(), states.sum(0), count * h
+
+
 CODES = (
     accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
-    after_a_wait, under_a_row_read_before_a_wait, functions, integers, written_into_others,
+    after_a_wait, under_a_row_read_before_a_wait, functions, integers, written_into_others, chosen_by_values, counted,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "autograd": {"backward": "autograd"},
@@ -871,3 +899,42 @@ def test_rows_behind_dimensions_of_one_are_one_call_for_all_lengths() -> None:
     Writes.forward = fxbatch.autobatch(Writes.forward, adaptive=False)  # type: ignore[method-assign]
     text = str(fxbatch.explain(Writes(), [torch.randn(n, 4) for n in (3, 5, 7)]))
     assert "index_copy" not in text and "setitem" not in text
+
+
+@pytest.mark.parametrize("name", ["table", "zeros"])
+def test_rows_of_what_all_share_that_values_choose_are_not_written_to(name: str) -> None:
+    def code(m: Parts, x: torch.Tensor) -> Any:
+        i, y = m.l(x).argmax() % 3, m.l(x).sum()
+        with torch.no_grad():
+            getattr(m, name)[i].add_(1.0)
+        return y * getattr(m, name)[i].sum()
+
+    refused(code, "a row of a parameter or buffer, which all instances share")
+
+
+class Counting(nn.Module):
+    """A whole forward that could be packed, but for a count in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(SIZE, SIZE)
+        self.register_buffer("count", torch.zeros(8))
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = self.l(x).sum(1).argmax()
+        self.count[best].add_(1.0)
+        return self.l(x).sum() * self.count[best].sum()
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_a_count_in_a_buffer_is_what_the_loop_counts() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    alone = copy.deepcopy(model)
+    for _ in range(3):
+        xs = [torch.randn(3 + n % 4, SIZE) for n in range(8)]
+        found = model(xs)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, alone(xs))
+        torch.testing.assert_close(model.count, alone.count)
