@@ -592,7 +592,9 @@ __all__ = [
     "FAKE_ATTRIBUTES",
     "run_backward", "LazyGraphModule", "outside_functorch", "is_wrapped",
     "DisableTorchFunctionSubclass",
-    "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "saved_tensors_are_packed", "without_saved_tensor_hooks",
+    "CheckpointFunction", "EndOfCheckpoint", "forward_mode", "all_saved_tensor_hooks", "saved_tensors_are_packed",
+    "swap_saved_tensor_hooks",
+    "without_saved_tensor_hooks",
     "storage_users",
     "dynamo_questions", "inline_compiled_functions",
     "eval_frame_off", "eval_frame_on", "hide_from_dynamo", "compile_symbolic",
@@ -664,24 +666,39 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def saved_tensors_are_packed() -> bool:
-    """Whether hooks on saved tensors are on, as in torch.utils.checkpoint. Checked: 2.11.0, 2.13.0."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+Hooks = tuple[Callable[..., object], Callable[..., object]]  # what packs, and what unpacks
+
+# The hooks on saved tensors that count, as in torch.utils.checkpoint; None where none are on. Checked: 2.11.0, 2.13.0.
+saved_tensors_are_packed = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+
+
+def swap_saved_tensor_hooks(new: Sequence[Hooks]) -> list[Hooks]:
+    """Make these the hooks on saved tensors of this thread; returns those before. Checked: 2.11.0, 2.13.0."""
+    hooks: list[Hooks] = []
+    while (hook := saved_tensors_are_packed()) is not None:
+        hooks.append(hook)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for hook in new:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hook)
+    return hooks[::-1]
+
+
+def all_saved_tensor_hooks() -> list[Hooks]:
+    """The hooks on saved tensors of this thread, the last one counts."""
+    hooks = swap_saved_tensor_hooks(())
+    swap_saved_tensor_hooks(hooks)
+    return hooks
 
 
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Within it tensors are saved as they are: what is built meanwhile is no part of the user's graph, which
-    torch.utils.checkpoint counts. Checked: 2.11.0, 2.13.0."""
-    hooks = []
-    while saved_tensors_are_packed():
-        hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch.utils.checkpoint counts."""
+    hooks = swap_saved_tensor_hooks(())
     try:
         yield
     finally:
-        for hook in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hook)
+        swap_saved_tensor_hooks(hooks)
 
 
 def storage_users(t: torch.Tensor) -> int:

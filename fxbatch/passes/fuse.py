@@ -397,6 +397,9 @@ def _wired(program: Program, calls: np.ndarray, values: np.ndarray) -> np.ndarra
     return out
 
 
+_NEED_STRIDES = frozenset({torch.Tensor.view, torch.Tensor.view_as})
+
+
 @dataclass(frozen=True)
 class Wiring:
     """The body of a fused operation: members in order, where each of their inputs comes from, what it gives.
@@ -424,6 +427,8 @@ class Wiring:
         results: list[Sequence[torch.Tensor]] = []
         for member, reads in zip(self.members, self.reads, strict=True):
             inputs = [tensors[at] if source < 0 else results[source][at] for source, at in reads]
+            if member.operation.target in _NEED_STRIDES:  # values have none: `h.transpose(0, 1).contiguous()`
+                inputs = [x.contiguous() for x in inputs]
             results.append(member.run(inputs, [operands[operand.key] for operand in member.shared]))
         return [results[k][j] for k, j in self.outputs]
 

@@ -463,11 +463,9 @@ class Turns:
         me = greenlet.getcurrent()
         if me is not self.main if self.alone else me is self.main or me.parent is not self.main:
             raise TraceError("a value was asked for in a greenlet or thread that is not its instance's own")
-        stays = self._why_stay()
-        if self.alone or state.bindings:
-            return self._answer_here(values, plain)
-        if stays:
-            self.statistics.stayed = self.statistics.stayed or stays
+        if (stays := self._why_stay()) or self.alone or state.bindings:
+            if not (self.alone or state.bindings):
+                self.statistics.stayed = self.statistics.stayed or stays
             return self._answer_here(values, plain)
         if not alike or self.usual.warnings != warning_handler():
             self.usual = ThreadModes()
@@ -526,16 +524,15 @@ class Turns:
     def _why_stay(self) -> str:
         """Why the instance that asks now is not left: others would find what it has changed, or it would what they
         have. "" where it is."""
-        changes = self.changes
         if not self.stays:
-            self.stays = changes.seen if changes.waited else changes.first()
-        if not changes.waited:
-            changes.waited = f"waits for a value{at_line()}"
-        if self.stays and self.refuses_changes:
-            raise changes.refusal(self.stays)
-        if not self.stays and not self.alone and self.settings != settings_now():
-            return "a setting of the process is changed"
-        return self.stays
+            self.stays = self.changes.seen if self.changes.waited else self.changes.first()
+        if not self.changes.waited:
+            self.changes.waited = f"waits for a value{at_line()}"
+        if self.stays:
+            if self.refuses_changes:
+                raise self.changes.refusal(self.stays)
+            return self.stays
+        return "" if self.alone or self.settings == settings_now() else "a setting of the process is changed"
 
     def _refuse_settings_left(self) -> None:
         """An instance is done: what it leaves of torch's and the process's settings is not what it found."""

@@ -191,6 +191,7 @@ class OngoingRecording(Turns, Generic[Ticket]):
 
     def go_on(self) -> None:
         """Let those that waited go on."""
+        self.settings = settings_now()  # which others may have changed meanwhile
         with unheard(self.recorder):
             if self.recorder.count - self.recorder.base > self.most:
                 left = self.recorder.begin_anew(self.execution.read)

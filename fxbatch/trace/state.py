@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 import threading
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,13 +25,16 @@ from fxbatch.caches import guard
 from fxbatch.errors import TraceError
 from fxbatch.ir import Modes
 from fxbatch.torch_private import (
+    all_saved_tensor_hooks,
     any_autocast,
     are_deterministic,
     function_mode_count,
     function_modes,
+    saved_tensors_are_packed,
     set_grad_enabled,
     set_warning_handler,
     swap_function_modes,
+    swap_saved_tensor_hooks,
     warning_handler,
 )
 from fxbatch.trace.user_line import at_line
@@ -142,23 +146,35 @@ def plain_tensors() -> Iterator[None]:
 
 
 def settings_now() -> tuple[object, ...]:
-    """Settings that a process has once, and a forward may change: default dtype, output, deterministic algorithms."""
-    return torch.get_default_dtype(), id(sys.stdout), id(sys.stderr), are_deterministic()
+    """Settings that a process has once, and a forward may change: default dtype, output, deterministic algorithms,
+    warnings, anomaly mode, kernels of attention, the seed of torch's generator."""
+    output = id(sys.stdout), id(sys.stderr), id(warnings.filters)
+    attention, seed = (_flash(), _math()), _generator.initial_seed()
+    return output, attention, seed, torch.get_default_dtype(), are_deterministic(), torch.is_anomaly_enabled()
 
 
+_generator = torch.default_generator
 _AUTOCAST_KINDS = ("cpu", "cuda")
 
 
-class ThreadModes:
-    """Torch's modes of this thread: grad, autocast, torch function modes, receiver of warnings, tracing."""
+# One of these is switched by each choice of kernels for attention.
+_flash, _math = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled
 
-    __slots__ = ("autocast", "functions", "grad", "inference", "recorder", "warnings")
+
+class ThreadModes:
+    """Torch's modes of this thread: grad, autocast, torch function modes, hooks on saved tensors, receiver of warnings,
+    tracing."""
+
+    __slots__ = ("autocast", "functions", "grad", "hooks", "inference", "recorder", "warnings")
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_state() if any_autocast() else None
         self.functions = function_modes() if function_mode_count() else []
+        self.hooks = (
+            all_saved_tensor_hooks() if saved_tensors_are_packed() else []
+        )  # as inside torch.utils.checkpoint
         self.warnings = warning_handler()
         self.recorder = state.recorder
 
@@ -173,12 +189,14 @@ class ThreadModes:
         if self.autocast is not None or any_autocast():
             set_autocast(self.autocast)
         swap_function_modes(self.functions)
+        if self.hooks or saved_tensors_are_packed():
+            swap_saved_tensor_hooks(self.hooks)
         set_warning_handler(self.warnings)
         state.recorder = self.recorder
 
     def are_those_now(self) -> bool:
         """Whether these are the thread's modes, but for who receives warnings: inside a call of torch's bindings that
-        is another. Autocast and function modes are taken to differ where there are any."""
+        is another. Autocast, function modes and hooks are taken to differ where there are any."""
         if _fast is not None:
             usual = _fast.usual_modes(self.recorder, self.grad)
         else:
@@ -190,6 +208,7 @@ class ThreadModes:
             and self.autocast is None
             and not self.functions
             and not function_mode_count()
+            and not (self.hooks or saved_tensors_are_packed())
         )
 
 

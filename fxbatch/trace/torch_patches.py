@@ -475,6 +475,20 @@ def _compiled_code(_: RecordedCalls, plain: Any, self: object, *args: object, **
     return plain(self, *args, **kwargs)
 
 
+@stands_for(torch.autograd.graph.saved_tensors_hooks, "__enter__")
+def _hooks_of_users(
+    _: RecordedCalls, plain: Callable[..., object], self: torch.autograd.graph.saved_tensors_hooks
+) -> object:
+    """Hooks on what is saved for the backward pass; torch's own (checkpoint, `save_on_cpu`) change nothing of it."""
+    kind = type(self)
+    if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
+        raise TraceError(
+            "saved_tensors_hooks may change what is saved for the backward pass: recorded calls do not ask them"
+            + at_line()
+        )
+    return plain(self)
+
+
 def _note_seed(recorder: RecordedCalls, plain: Callable[..., object], *args: object) -> object:
     recorder.seeded = recorder.seeded or at_line() or " "
     return plain(*args)

@@ -321,12 +321,83 @@ def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, na
     if not args or (value_of(args[0]) if type(args[0]) is WrittenTensor else args[0]) is not source:
         raise InPlaceError(f"{name} writes to a view made by {label}() that can't be recorded{at_line()}")
     if label in _DETACHING:
+        _refuse_saved(recorder, source, name)
         return _with_gradient_of(recorder, source, new)
     written = _turned_back(recorder, source, new, label, args[1:], kwargs)
     if written is None:
         written = recorder.call(write_through, (source, new, func, view.output, *args[1:]), kwargs)
     counts = view.grad or not recorder.knowledge.grad
     return written if counts else _with_gradient_of(recorder, source, written)
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+# For the backward pass: what keeps neither what it gives nor what it reads, what keeps the one, what the other.
+_VIEWS = _named(
+    "getitem take_row take_at unbind select squeeze unsqueeze view view_as t transpose permute narrow split chunk "
+    "detach data expand expand_as diagonal contiguous alias unflatten movedim swapaxes"
+)
+_KEEPS_NOTHING = _VIEWS | _named(
+    "add radd sub rsub neg cat stack sum mean clone to float double reshape flatten masked_fill where index_select "
+    "gather with_content write_through put_at index_copy scatter copied zeroed fill setitem"
+)
+_KEEPS_ITS_RESULT = _named("sigmoid tanh exp relu softmax log_softmax sqrt rsqrt")
+_KEEPS_WHAT_IT_READS = _named(
+    "mul rmul truediv matmul mm bmm mv dot addmm baddbmm linear embedding pow log sin cos square abs "
+    "take_parameter_row row_at"
+)
+_LAYERS = {torch.nn.Linear: "linear", torch.nn.Embedding: "embedding"}
+_BACK = 64  # calls among which the one is looked for that gave what is written to
+
+
+def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
+    """InPlaceError where a write that autograd does not see may be to what a call before keeps for its backward pass,
+    which then reads what was written."""
+    if not (recorder.graded or recorder.knowledge.grad):
+        return
+    memory = {v._value}
+    while (view := view_of(v)) is not None:
+        v = view.source
+        memory.add(v._value)
+    signatures, sigs, inputs = recorder.table.signatures, recorder.sigs, recorder.inputs
+    first, end, unmade = recorder.count, len(inputs), set(memory)
+    calls: list[
+        tuple[str, bool, set[int], range]
+    ] = []  # name, whether it may keep something, what it reads and gives
+    for i in range(len(sigs) - 1, max(len(sigs) - _BACK, 0) - 1, -1):
+        s = signatures[sigs[i]]
+        first, end = first - len(s.outputs), end - len(s.inputs)
+        outputs = range(first, first + len(s.outputs))
+        kind, target = s.operation.kind, s.operation.target
+        keeps = kind not in ("constant", "number") and any(t.differentiable for t in s.outputs)
+        called = s.name if kind == "function" else _LAYERS.get(type(target), "")
+        calls.append(
+            (
+                called,
+                keeps,
+                {n for k in range(len(s.inputs)) if (n := inputs[end + k]) not in recorder.number_of} or {-1},
+                outputs,
+            )
+        )
+        unmade.difference_update(outputs)
+        if not unmade:
+            break
+    saved, detached = bool(unmade), set[int]()
+    for called, keeps, read, outputs in reversed(calls):
+        if (reads := not memory.isdisjoint(read)) and called in _VIEWS:
+            memory.update(outputs)
+            detached.update(outputs if called in _DETACHING or read <= detached else ())
+        quiet = called in _KEEPS_NOTHING or not keeps or read <= detached
+        makes = not memory.isdisjoint(outputs)
+        saved = saved or (reads and not quiet and called not in _KEEPS_ITS_RESULT)
+        saved = saved or (makes and not quiet and called not in _KEEPS_WHAT_IT_READS)
+    if saved:
+        raise InPlaceError(
+            f"{name} writes, past autograd, to what a call before may keep for its backward pass, which would read "
+            f"what is written: use a new tensor, as masked_fill() and clamp() give{at_line()}"
+        )
 
 
 def _turned_back(

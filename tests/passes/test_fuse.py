@@ -9,11 +9,12 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 
 import fxbatch
 from fxbatch.ir import Operation, Program, Signature
 from fxbatch.passes import fuse as find_blocks
-from fxbatch.passes.fuse import Fuser, Stream
+from fxbatch.passes.fuse import Fuser, Stream, Wiring
 from fxbatch.passes.schedule import batch_by_lookahead, lower_bound
 from fxbatch.verify import verify_program, verify_schedule
 from tests.oracle import assert_launches, check_equal
@@ -211,6 +212,27 @@ def test_calls_with_and_without_gradients_stay_apart() -> None:
     check_equal(model, batch)
     fused = [row.operation for row in fxbatch.explain(model, batch).operations]
     assert not any("cell" in name and "gate" in name for name in fused), fused
+
+
+class Turned(nn.Module):
+    """As attention puts its heads together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l = nn.Linear(3, 3)
+
+    @fxbatch.autobatch(adaptive=False)
+    def forward(self, words: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([self.l(x).transpose(0, 1).contiguous().view(-1) for x in words]).sum(0)
+
+
+def test_a_view_of_what_was_made_contiguous_runs_before_it_is_built() -> None:
+    model, x = Turned(), torch.randn(2, 3)
+    check_equal(model, [[x, x + 1], [x] * 5])
+    table = Turned.forward.__fxbatch__.engine(model).table  # type: ignore[attr-defined]
+    turned, view = (next(s for s in table.signatures if s.name == name) for name in ("transpose", "view"))
+    both = Wiring((turned, view), (((-1, 0),), ((0, 0),)), ((1, 0),))
+    assert both(x)[0].tolist() == x.t().reshape(-1).tolist()
 
 
 def test_embeddings_are_not_fused() -> None:

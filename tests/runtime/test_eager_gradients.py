@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxbatch.errors import TraceError
+from fxbatch.errors import InPlaceError, TraceError
 from tests.oracle import check_equal
 from tests.trace.made import check, instances, linear, model
 
@@ -100,6 +100,46 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__.strip("_"))
 def test_writes_that_autograd_does_not_see(body: Callable[..., Any], options: str) -> None:
     check(lambda self, x: self.k(body(self, self.l(x) * 1, x)), OPTIONS[options], l=linear, k=linear)
+
+
+def _after_softmax(p: Any, x: Any) -> Any:
+    p = p.softmax(-1)
+    p.data.masked_fill_(x < 0, 1e-3)
+    return p.log()
+
+
+def _after_relu(p: Any, x: Any) -> Any:
+    p = torch.relu(p)
+    p.data[p.data < 0.1] = 0
+    return p * p
+
+
+def _after_a_product(p: Any, x: Any) -> Any:
+    q = p[1:] * x[1:]
+    p.data.mul_(0.5)
+    return q + p[:1]
+
+
+def _of_scores(p: Any, x: Any) -> Any:
+    p.data.masked_fill_(x < 0, -1e9)
+    p.data[0] = p.data.max() / 2
+    return p.softmax(-1) * x
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize(
+    "code", [_after_softmax, _after_relu, _after_a_product, _of_scores], ids=lambda f: f.__name__
+)
+def test_what_is_saved_for_backward_is_not_written_to_unseen(code: Callable[..., Any]) -> None:
+    xs = instances(12)
+    for adaptive in (True, False):
+        made = model(lambda self, x: code(self.l(x), x), {"adaptive": adaptive}, l=linear)
+        if adaptive or code is _of_scores:
+            for _ in range(3):
+                check_equal(made, xs)
+        else:
+            with pytest.raises(InPlaceError, match="for its backward pass"):
+                made(xs)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

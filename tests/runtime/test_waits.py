@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import fxbatch
 from fxbatch.errors import LoopWarning, TraceError
 from fxbatch.runtime.strategy import AdaptiveSwitch, Choice, Strategy
+from fxbatch.trace.state import settings_now
+from tests.oracle import check_equal
 from tests.trace.made import check_state, instances, linear, model
 
 
@@ -390,6 +395,95 @@ def test_an_instance_that_has_changed_a_setting_of_the_process_is_not_left(
     check_state(model(forward, l=linear), instances(5))
     hint = fxbatch.explain(model(forward, l=linear), instances(5)).statistics.hint()
     assert "a setting of the process is changed" in hint
+
+
+def seeded(self: Any, x: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(int(x[0].abs() * 1e6))
+        h = self.l(x)
+        if h.sum() > 0:
+            h = h * 2
+        return h + torch.randn(4)
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_each_instance_has_the_numbers_of_its_seed(adaptive: bool) -> None:
+    made, xs = model(seeded, {"adaptive": adaptive}, l=linear), instances(12)
+    for _ in range(2):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            found, after = made(xs), torch.rand(2)
+        torch.manual_seed(7)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, made(xs))
+        torch.testing.assert_close(after, torch.rand(2))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize(
+    "manager",
+    [
+        lambda: torch.autograd.detect_anomaly(check_nan=False),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+        lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        warnings.catch_warnings,
+    ],
+    ids=["anomaly", "math", "flash", "warnings"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_manager_of_torchs_switches_is_as_it_was(manager: Any, adaptive: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with manager():
+            h = self.l(x)
+            inside.append(settings_now())
+            if h.sum() > 0:
+                h = h * 2
+            inside.append(settings_now())
+        return h
+
+    made, xs = model(forward, {"adaptive": adaptive}, l=linear), instances(8)
+    before = settings_now()
+    for _ in range(3):
+        inside: list[Any] = []
+        made(xs)
+        assert settings_now() == before
+        assert all(a == b for a, b in itertools.pairwise(inside[::2])) or manager is warnings.catch_warnings
+        assert all(a == b for a, b in zip(inside[::2], inside[1::2], strict=True))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_checkpoint_inside_which_an_instance_waits(adaptive: bool) -> None:
+    def part(self: Any, h: Any) -> Any:
+        return torch.sin(self.l(torch.sin(h) if self.k(h).sum() > 0 else h))
+
+    def forward(self: Any, x: Any) -> Any:
+        return checkpoint(lambda h: part(self, h), self.l(x), use_reentrant=False).sum()
+
+    made = model(forward, {"adaptive": adaptive}, l=linear, k=linear)
+    for _ in range(5):
+        check_equal(made, instances(12))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_hooks_on_what_is_saved_run_the_loop() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.l(x)
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.bfloat16, lambda t: t.to(h.dtype)):
+            return torch.exp(self.l(h.sin()))
+
+    made = model(forward, {"adaptive": True}, l=linear)
+    xs = instances(12)
+    made(xs).sum().backward()
+    found = [p.grad.clone() for p in made.parameters()]
+    made.zero_grad()
+    with fxbatch.disabled():
+        made(xs).sum().backward()
+    torch.testing.assert_close(found, [p.grad for p in made.parameters()])
+    with pytest.raises(TraceError, match="saved_tensors_hooks"):
+        model(forward, {"adaptive": False}, l=linear)(xs)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ class Noise(nn.Module):
         """One instance."""
         g = torch.Generator().manual_seed(len(x))
         h = self.l(x)
-        d = h.detach()
+        d = h.detach().clone()
         before, rows = d * 1, d[:1]
         d.exponential_(generator=g)
         drawn: list[Any] = [
