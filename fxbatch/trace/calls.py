@@ -441,6 +441,10 @@ def call_with_values(func: object, arguments: Arguments, key: object, reason: st
         plain = _with_plain_integers(recorder, args, kwargs)
         if plain is not None:
             try:
+                if all(
+                    type(x) is not Value for x in tree_leaves(plain)
+                ):  # `mask[i, j]`: a view of a real tensor
+                    return cast(Callable[..., object], func)(*plain[0], **plain[1])
                 return recorder.call(func, *plain)
             except TypeError:  # it takes tensors there: `torch.equal(x, count)`
                 return _run_on_values(func, arguments, key, reason)

@@ -205,9 +205,18 @@ def counted(m: Parts, x: torch.Tensor) -> Any:
     return h.sum(), states.sum(0), count * h
 
 
+def places_read_before_a_write(m: Parts, x: torch.Tensor) -> Any:
+    rows, h = torch.zeros(3, SIZE, dtype=x.dtype), m.l(x)
+    j = h.argmax()
+    column, place = rows[..., j], rows[1, j]
+    rows.fill_(0.25)
+    return column + h[0], place + h[1]
+
+
 CODES = (
     accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
     after_a_wait, under_a_row_read_before_a_wait, functions, integers, written_into_others, chosen_by_values, counted,
+    places_read_before_a_write,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "autograd": {"backward": "autograd"},
