@@ -268,6 +268,11 @@ class ModuleState:
             for name in (*now, *before):
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     return f"{type(module).__name__}.{name} is set"
+        for module, name, x, version, _ in self._contents:
+            if (
+                x._version != version and name in module.__dict__
+            ):  # what waits may be left while others write to it
+                return f"{type(module).__name__}.{name} is written to"
         return _first_changed(self._containers)
 
 

@@ -947,3 +947,32 @@ def test_a_count_in_a_buffer_is_what_the_loop_counts() -> None:
         with fxbatch.disabled():
             torch.testing.assert_close(found, alone(xs))
         torch.testing.assert_close(model.count, alone.count)
+
+
+class Tallying(nn.Module):
+    """A count that is no buffer, across a wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l, self.count = nn.Linear(SIZE, SIZE), torch.zeros(SIZE)
+
+    @fxbatch.autobatch
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = self.l(x).argmax()
+        self.count[best].add_(1.0)
+        if self.l(x).sum() > 0:
+            self.count[best].mul_(2.0)
+        return self.l(x).sum() * self.count.sum()
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+def test_scouts_see_what_is_written_to_a_plain_tensor_of_a_module() -> None:
+    torch.manual_seed(0)
+    model = Tallying()
+    alone = copy.deepcopy(model)
+    for _ in range(3):
+        xs = list(torch.randn(8, SIZE))
+        found = model(xs)
+        with fxbatch.disabled():
+            torch.testing.assert_close(found, alone(xs))
+        torch.testing.assert_close(model.count, alone.count)
