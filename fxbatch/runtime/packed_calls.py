@@ -299,7 +299,7 @@ class PackedCalls:
         """The numbers in an index, `x[2:5]`, `x[:, i]`, along dimensions in which such values differ: any others of
         these, in another call, are numbers of the same family. None of `x[i]`, which reads a row."""
         index = template.leaves[1:] if of == GETITEM else (0,)
-        if type(index[0]) is int or not all(type(x) in (int, slice) or x is None for x in index):
+        if not types or type(index[0]) is int or not all(type(x) in (int, slice) or x is None for x in index):
             return ()
         dims = itertools.count()
         places: list[tuple[int, Place]] = []  # each with its dimension

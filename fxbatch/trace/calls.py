@@ -138,6 +138,9 @@ def call_function(
         and any(isinstance(x, torch.Tensor) for x in args[1])
     ):
         args = (args[0], tuple(args[1]), *args[2:])  # which it is to torch
+    of_shared = func is SETITEM and type(args[2]) in (BareView, torch.Tensor)
+    if of_shared and view_of_shared(recorder, cast(torch.Tensor, args[2])):
+        args = (*args[:2], recorder.call(torch.clone, (args[2],), {}))  # a value, as others that are written
     asked = func
     if func in LIKE and len(args) == 2 and type(args[0]) is torch.Tensor and not args[0].requires_grad:
         return LIKE[func](args[0], args[1])  # type: ignore[arg-type]  # the other one is recorded

@@ -469,6 +469,7 @@ class Turns:
             return self._answer_here(values, plain)
         if not alike or self.usual.warnings != warning_handler():
             self.usual = ThreadModes()
+            self.usual.refuse_inference(self.modes)
         parked = _Parked(self.running, me, values, plain, self.usual)
         self.statistics.asked(_BETWEEN)
         self.parked.append(parked)
@@ -532,7 +533,7 @@ class Turns:
             if self.refuses_changes:
                 raise self.changes.refusal(self.stays)
             return self.stays
-        return "" if self.alone or self.settings == settings_now() else "a setting of the process is changed"
+        return _CHANGED if self.recorder.seeded or self.settings != settings_now() else ""
 
     def _refuse_settings_left(self) -> None:
         """An instance is done: what it leaves of torch's and the process's settings is not what it found."""
@@ -580,6 +581,7 @@ class Turns:
 _TOO_DEEP = "fxbatch: the per-instance forward recursed too deeply; sys.setrecursionlimit raises the limit"
 _instance = operator.attrgetter("instance")
 _BETWEEN = 5  # `asked`, `_ask`, two functions of RecordedCalls through which a value asks, and the value's
+_CHANGED = "a setting of the process is changed"
 
 
 class LazyBatch:

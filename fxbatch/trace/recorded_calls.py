@@ -583,9 +583,11 @@ class RecordedCalls(Columns):
         return self.constant_of_own(t)
 
     def keep_content(self, t: torch.Tensor) -> None:
-        """A tensor may be written to unseen from here on: pending calls read what it holds now."""
-        if self.constants.get(t) is not None:
-            self.hold_a_copy(t)
+        """The memory of a tensor may be written to unseen from here on: pending calls read what it holds now."""
+        base = t if t._base is None else t._base
+        for x in (base, t, *self.views_met.pop(id(base), [])):
+            if self.constants.get(x) is not None:
+                self.hold_a_copy(x)
 
     def hold_a_copy(self, t: torch.Tensor) -> None:
         """Nothing that was recorded of a tensor until now refers to it any more."""

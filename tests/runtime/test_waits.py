@@ -399,7 +399,7 @@ def test_an_instance_that_has_changed_a_setting_of_the_process_is_not_left(
 
 def seeded(self: Any, x: Any) -> Any:
     with torch.random.fork_rng():
-        torch.manual_seed(int(x[0].abs() * 1e6))
+        torch.manual_seed(int(x[0].abs() * 1e6) if self.others else 0)
         h = self.l(x)
         if h.sum() > 0:
             h = h * 2
@@ -407,9 +407,11 @@ def seeded(self: Any, x: Any) -> Any:
 
 
 @pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_each_instance_has_the_numbers_of_its_seed(adaptive: bool) -> None:
+def test_each_instance_has_the_numbers_of_its_seed(adaptive: bool, others: bool) -> None:
     made, xs = model(seeded, {"adaptive": adaptive}, l=linear), instances(12)
+    made.others = others
     for _ in range(2):
         with torch.random.fork_rng():
             torch.manual_seed(7)
@@ -451,6 +453,23 @@ def test_what_a_manager_of_torchs_switches_is_as_it_was(manager: Any, adaptive: 
         assert settings_now() == before
         assert all(a == b for a, b in itertools.pairwise(inside[::2])) or manager is warnings.catch_warnings
         assert all(a == b for a, b in zip(inside[::2], inside[1::2], strict=True))
+
+
+@pytest.mark.usefixtures("as_users_have_it")
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_wait_inside_inference_mode_leaves_none(adaptive: bool) -> None:
+    def forward(self: Any, x: Any) -> Any:
+        with torch.inference_mode():
+            k = float(self.l(x).sum())
+        return self.l(x) * k
+
+    made = model(forward, {"adaptive": adaptive}, l=linear)
+    if adaptive:
+        check_equal(made, instances(12))
+    else:
+        with pytest.raises(TraceError, match="inference_mode"):
+            made(instances(12))
+    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.usefixtures("as_users_have_it")

@@ -205,6 +205,22 @@ def counted(m: Parts, x: torch.Tensor) -> Any:
     return h.sum(), states.sum(0), count * h
 
 
+def rows_of_a_parameter_stored(m: Parts, x: torch.Tensor) -> Any:
+    h, i = torch.stack([m.l(x), m.l(x) * 2]), torch.tensor(1)
+    h[i] = m.table[1]
+    h[i, :2] = m.table[2, :2]
+    h[0, i] = m.zeros[1]
+    return h, m.table[:, m.l(x).argmax() % SIZE] * h[0, 0]
+
+
+def read_before_data_is_written(m: Parts, x: torch.Tensor) -> Any:
+    rows, others = torch.ones(3, SIZE, dtype=x.dtype), torch.ones(3, SIZE, dtype=x.dtype)
+    y, z = m.l(x) + rows[1], m.l(x) + others[1]
+    rows.data[1] = 5.0
+    others[1].data.fill_(7.0)
+    return y, z, y + rows[1], z + others[1]
+
+
 def places_read_before_a_write(m: Parts, x: torch.Tensor) -> Any:
     rows, h = torch.zeros(3, SIZE, dtype=x.dtype), m.l(x)
     j = h.argmax()
@@ -216,7 +232,7 @@ def places_read_before_a_write(m: Parts, x: torch.Tensor) -> Any:
 CODES = (
     accumulated, items, loss, from_a_table, in_a_list, read_before, alone, copied, without_gradients, across_a_wait,
     after_a_wait, under_a_row_read_before_a_wait, functions, integers, written_into_others, chosen_by_values, counted,
-    places_read_before_a_write,
+    places_read_before_a_write, rows_of_a_parameter_stored, read_before_data_is_written,
 )  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "autograd": {"backward": "autograd"},
