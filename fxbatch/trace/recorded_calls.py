@@ -584,7 +584,7 @@ class RecordedCalls(Columns):
 
     def keep_content(self, t: torch.Tensor) -> None:
         """The memory of a tensor may be written to unseen from here on: pending calls read what it holds now."""
-        base = t if t._base is None else t._base
+        base = t if type(t) is not torch.Tensor or t._base is None else t._base
         for x in (base, t, *self.views_met.pop(id(base), [])):
             if self.constants.get(x) is not None:
                 self.hold_a_copy(x)
