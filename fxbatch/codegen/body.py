@@ -285,9 +285,8 @@ class IndexByTensor(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.data = data_of_tensors()
-        self._rows: list[
-            torch.Tensor
-        ] = []  # copies that stand for views, but those that are stored: `x[i] += 1`
+        # Copies that stand for views, but those that are stored: `x[i] += 1`.
+        self._rows: list[torch.Tensor] = []
 
     def lost_writes(self) -> bool:
         """Whether the body has written to a row that a tensor chose: to a copy, and not to what it is a row of."""

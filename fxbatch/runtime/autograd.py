@@ -46,9 +46,8 @@ class MinibatchFunction(torch.autograd.Function):
         outputs = tuple([run.rows(values) for values in requests])
         plain = [o for o, needed in zip(outputs, needs, strict=True) if not needed]
         ctx.mark_non_differentiable(*plain)
-        tensors: list[torch.Tensor] = (
-            [] if saved_tensors_are_packed() else run.read_back(run.phases)
-        )  # a checkpoint counts them
+        packed = saved_tensors_are_packed() is not None  # a checkpoint counts what is saved
+        tensors: list[torch.Tensor] = [] if packed else run.read_back(run.phases)
         ctx.save_for_backward(*inputs, *tensors)
         return outputs
 

@@ -110,9 +110,8 @@ def row_of_table(recorder: RecordedCalls, table: torch.Tensor, index: int) -> Va
     number, kind = numbers.get(row), entry.signature.inputs[0]
     if number is None:
         number = numbers[row] = recorder.number(row, kind.dtype, kind.device)._value
-    v: Value = recorder.emit(
-        entry, (new_value(recorder, number, recorder.table.number(kind.dtype, kind.device).types[0], 0),)
-    )
+    type_id = recorder.table.number(kind.dtype, kind.device).types[0]
+    v: Value = recorder.emit(entry, (new_value(recorder, number, type_id, 0),))
     v._flags |= COPIED_ROW
     return v
 
@@ -547,13 +546,8 @@ def _heard_views(
             if type(base) is BareParameter:
                 row = row_of_parameter(recorder, x)
                 vars(x)[VIEW_KEY] = _view_key(recorder, x, base) if row is None else row
-                if (
-                    row is not None
-                    and x is result
-                    and func is GETITEM
-                    and _is_by_number(args)
-                    and x.dim() == 1
-                ):
+                by_number = x is result and func is GETITEM and _is_by_number(args)
+                if row is not None and by_number and x.dim() == 1:
                     _note_table(recorder, base)
     for x in views:
         if VIEW_KEY not in vars(x):

@@ -444,9 +444,8 @@ def call_with_values(func: object, arguments: Arguments, key: object, reason: st
         plain = _with_plain_integers(recorder, args, kwargs)
         if plain is not None:
             try:
-                if all(
-                    type(x) is not Value for x in tree_leaves(plain)
-                ):  # `mask[i, j]`: a view of a real tensor
+                # `mask[i, j]`: a view of a real tensor
+                if all(type(x) is not Value for x in tree_leaves(plain)):
                     return cast(Callable[..., object], func)(*plain[0], **plain[1])
                 return recorder.call(func, *plain)
             except TypeError:  # it takes tensors there: `torch.equal(x, count)`

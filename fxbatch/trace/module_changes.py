@@ -269,9 +269,8 @@ class ModuleState:
                 if now.get(name, _ABSENT) is not before.get(name, _ABSENT):
                     return f"{type(module).__name__}.{name} is set"
         for module, name, x, version, _ in self._contents:
-            if (
-                x._version != version and name in module.__dict__
-            ):  # what waits may be left while others write to it
+            # An instance that waits may be left while others write to it.
+            if x._version != version and name in module.__dict__:
                 return f"{type(module).__name__}.{name} is written to"
         return _first_changed(self._containers)
 

@@ -172,9 +172,8 @@ class ThreadModes:
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = autocast_state() if any_autocast() else None
         self.functions = function_modes() if function_mode_count() else []
-        self.hooks = (
-            all_saved_tensor_hooks() if saved_tensors_are_packed() else []
-        )  # as inside torch.utils.checkpoint
+        # As inside torch.utils.checkpoint.
+        self.hooks = all_saved_tensor_hooks() if saved_tensors_are_packed() else []
         self.warnings = warning_handler()
         self.recorder = state.recorder
 

@@ -68,9 +68,7 @@ def is_position(index: object) -> TypeGuard[torch.Tensor]:
 # What is known of a Value from its beginning on, in `Value._flags`.
 REQUIRES_GRAD = 1
 CONSTANT = 2  # it stands for a tensor that an instance brings along
-COPIED_ROW = (
-    4  # it stands for a view, as a row chosen by a tensor does (`x[i]`), and is a copy: it is not written to
-)
+COPIED_ROW = 4  # it stands for a row of what all instances share, and is a copy: nothing is written to it
 
 
 UNBIND, DETACH = (torch.unbind, torch.Tensor.unbind), (torch.detach, torch.Tensor.detach)

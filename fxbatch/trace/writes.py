@@ -300,9 +300,8 @@ def rebind(recorder: RecordedCalls, v: Value, new: Value, name: str) -> None:
 def _tensor_shown(path: Sequence[Value]) -> torch.Tensor | None:
     """The real tensor of which a value chose the row that these are views of (`count[i] += 1`); None for others."""
     call = path[-2]._view.call if len(path) > 1 else None
-    return (
-        call[1][0] if call is not None and call[0] is take_at and type(call[1][0]) is torch.Tensor else None
-    )
+    chosen = call[1][0] if call is not None and call[0] is take_at else None
+    return chosen if type(chosen) is torch.Tensor else None
 
 
 def _scatter(recorder: RecordedCalls, source: Value, node: Value, new: Value, name: str) -> Value:
@@ -334,7 +333,8 @@ def _named(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-# For the backward pass: what keeps neither what it gives nor what it reads, what keeps the one, what the other.
+# For the backward pass: what keeps neither what it gives nor what it reads but masks and indices, what keeps the one,
+# what the other.
 _VIEWS = _named(
     "getitem take_row take_at unbind select squeeze unsqueeze view view_as t transpose permute narrow split chunk "
     "detach data expand expand_as diagonal contiguous alias unflatten movedim swapaxes"
@@ -357,15 +357,14 @@ def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
     which then reads what was written."""
     if not (recorder.graded or recorder.knowledge.grad):
         return
-    memory = {v._value}
+    memory, is_mask = {v._value}, not recorder.type_of(v).differentiable  # or an index
     while (view := view_of(v)) is not None:
         v = view.source
         memory.add(v._value)
     signatures, sigs, inputs = recorder.table.signatures, recorder.sigs, recorder.inputs
     first, end, unmade = recorder.count, len(inputs), set(memory)
-    calls: list[
-        tuple[str, bool, set[int], range]
-    ] = []  # name, whether it may keep something, what it reads and gives
+    # Of each call: its name, whether it may keep something, what it reads and gives.
+    calls: list[tuple[str, bool, set[int], range]] = []
     for i in range(len(sigs) - 1, max(len(sigs) - _BACK, 0) - 1, -1):
         s = signatures[sigs[i]]
         first, end = first - len(s.outputs), end - len(s.inputs)
@@ -373,14 +372,8 @@ def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
         kind, target = s.operation.kind, s.operation.target
         keeps = kind not in ("constant", "number") and any(t.differentiable for t in s.outputs)
         called = s.name if kind == "function" else _LAYERS.get(type(target), "")
-        calls.append(
-            (
-                called,
-                keeps,
-                {n for k in range(len(s.inputs)) if (n := inputs[end + k]) not in recorder.number_of} or {-1},
-                outputs,
-            )
-        )
+        read = {n for k in range(len(s.inputs)) if (n := inputs[end + k]) not in recorder.number_of}
+        calls.append((called, keeps, read or {-1}, outputs))
         unmade.difference_update(outputs)
         if not unmade:
             break
@@ -389,7 +382,7 @@ def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
         if (reads := not memory.isdisjoint(read)) and called in _VIEWS:
             memory.update(outputs)
             detached.update(outputs if called in _DETACHING or read <= detached else ())
-        quiet = called in _KEEPS_NOTHING or not keeps or read <= detached
+        quiet = not keeps or read <= detached or (called in _KEEPS_NOTHING and not is_mask)
         makes = not memory.isdisjoint(outputs)
         saved = saved or (reads and not quiet and called not in _KEEPS_ITS_RESULT)
         saved = saved or (makes and not quiet and called not in _KEEPS_WHAT_IT_READS)

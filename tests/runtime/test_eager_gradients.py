@@ -120,6 +120,13 @@ def _after_a_product(p: Any, x: Any) -> Any:
     return q + p[:1]
 
 
+def _after_a_mask(p: Any, x: Any) -> Any:
+    mask = p > 0
+    q = p.masked_fill(mask, 2.0)
+    mask.data.fill_(True)
+    return q
+
+
 def _of_scores(p: Any, x: Any) -> Any:
     p.data.masked_fill_(x < 0, -1e9)
     p.data[0] = p.data.max() / 2
@@ -128,7 +135,9 @@ def _of_scores(p: Any, x: Any) -> Any:
 
 @pytest.mark.usefixtures("as_users_have_it")
 @pytest.mark.parametrize(
-    "code", [_after_softmax, _after_relu, _after_a_product, _of_scores], ids=lambda f: f.__name__
+    "code",
+    [_after_softmax, _after_relu, _after_a_product, _after_a_mask, _of_scores],
+    ids=lambda f: f.__name__,
 )
 def test_what_is_saved_for_backward_is_not_written_to_unseen(code: Callable[..., Any]) -> None:
     xs = instances(12)
