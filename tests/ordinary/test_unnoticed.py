@@ -64,6 +64,35 @@ def test_instances_written_to_through_data_change_no_gradient() -> None:
     torch.testing.assert_close(gradient(loop=True, writes=True), 3 * as_they_were)
 
 
+def test_a_row_that_a_value_chose_is_no_view_any_more_after_a_wait() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        rows, h = torch.zeros(4, 4), self.a(x)
+        row = rows[h.argmax()]
+        if h.sum() < 1e9:
+            rows.add_(1.0)
+        return row
+
+    made = model(forward, two())
+    with torch.no_grad():
+        assert not made(vectors(4, 4)).any()
+        with fxbatch.disabled():
+            assert made(vectors(4, 4)).all()
+
+
+def test_what_only_overwritten_values_depend_on_has_no_gradient() -> None:
+    def forward(self: Any, x: Any) -> Any:
+        h = self.b(x)
+        h.zero_()
+        return self.a(x) + h
+
+    made = model(forward, two())
+    made(vectors(4, 4)).sum().backward()
+    assert made.b.weight.grad is None and made.a.weight.grad is not None
+    with fxbatch.disabled():
+        made(vectors(4, 4)).sum().backward()
+    assert made.b.weight.grad is not None and not made.b.weight.grad.any()
+
+
 def switched(h: Any) -> Any:
     h = h.detach()
     h.requires_grad = True
