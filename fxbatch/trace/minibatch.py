@@ -468,8 +468,9 @@ class Turns:
                 self.statistics.stayed = self.statistics.stayed or stays
             return self._answer_here(values, plain)
         if not alike or self.usual.warnings != warning_handler():
+            if torch.is_inference_mode_enabled() != self.modes.inference:
+                raise self.modes.refusal()
             self.usual = ThreadModes()
-            self.usual.refuse_inference(self.modes)
         parked = _Parked(self.running, me, values, plain, self.usual)
         self.statistics.asked(_BETWEEN)
         self.parked.append(parked)

@@ -115,21 +115,24 @@ def take_row(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.index_select(0, index.reshape(1)).squeeze(0)
 
 
+def _from_start(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """An index of rows of x, which may count from the end, counted from the start."""
+    return torch.where(index < 0, index + x.shape[0], index)
+
+
 def take_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`x[index]` for an integer tensor of shape [] that may count from the end."""
-    index = torch.where(index < 0, index + x.shape[0], index)
-    return x.index_select(0, index.reshape(1)).squeeze(0)
+    return take_row(x, _from_start(x, index))
 
 
 def put_at(x: torch.Tensor, index: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """`x` after `x[index] = row`, for an index as `take_at` takes it."""
-    index = torch.where(index < 0, index + x.shape[0], index)
-    return x.index_copy(0, index.reshape(1), row.unsqueeze(0))
+    return x.index_copy(0, _from_start(x, index).reshape(1), row.unsqueeze(0))
 
 
 def row_at(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """`take_at` of a parameter: IndexError where it has no such row."""
-    return F.embedding(torch.where(index < 0, index + table.shape[0], index), table)
+    return F.embedding(_from_start(table, index), table)
 
 
 def embedding_of_rows(

@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -687,18 +687,24 @@ class RecordedCalls(Columns):
         """Whether a phase has run the call of a value, and its numbers are at hand."""
         return v._value - self.base < self.phases.known and self.table.types[v._type].device.type == "cpu"
 
+    def last_calls(self) -> Iterator[tuple[Signature, int, int]]:
+        """The last calls that wait for a phase, the newest first: its signature, the number of the first value that it
+        gives, and where what it reads begins in `inputs`."""
+        signatures, sigs, first, end = self.table.signatures, self.sigs, self.count, len(self.inputs)
+        for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
+            s = signatures[sigs[i]]
+            first, end = first - len(s.outputs), end - len(s.inputs)
+            yield s, first, end
+
     def exact(self, v: Value, numbers: Callable[[int], Numbers]) -> Numbers:
         """What the last calls gave as numbers, where that is exact alone and all that they read has run; None for
         other values. numbers: gives those of a value that has run."""
         if not len(sigs := self.sigs) or not self.table.signatures[sigs[len(sigs) - 1]].is_exact:
             return None
-        signatures, column = self.table.signatures, self.inputs
+        column, needed, ran = self.inputs, {v._value}, self.base + self.phases.known
         calls: list[tuple[Signature, int, list[int]]] = []
-        needed, first, end, ran = {v._value}, self.count, len(column), self.base + self.phases.known
-        for i in range(len(sigs) - 1, max(len(sigs) - _LAST, 0) - 1, -1):
-            s = signatures[sigs[i]]
+        for s, first, end in self.last_calls():
             width, reads = len(s.outputs), len(s.inputs)
-            first, end = first - width, end - reads
             if first not in needed if width == 1 else needed.isdisjoint(range(first, first + width)):
                 continue
             if not s.is_exact:

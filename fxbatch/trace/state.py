@@ -177,19 +177,17 @@ class ThreadModes:
         self.warnings = warning_handler()
         self.recorder = state.recorder
 
-    def refuse_inference(self, usual: ThreadModes) -> None:
-        """TraceError where an instance is about to be left in another inference mode than the usual one: no other than
-        its manager can switch that."""
-        if self.inference != usual.inference:
-            raise TraceError(
-                "a value was asked for inside torch.inference_mode() in the per-instance forward: "
-                "use torch.no_grad() there, or put the whole call into inference_mode" + at_line()
-            )
+    def refusal(self) -> TraceError:
+        """Of an instance that would be left in another inference mode, which its manager alone can switch."""
+        return TraceError(
+            "a value was asked for inside torch.inference_mode() in the per-instance forward: "
+            "use torch.no_grad() there, or put the whole call into inference_mode" + at_line()
+        )
 
     def restore(self) -> None:
         """Make these the thread's modes again."""
         if torch.is_inference_mode_enabled() != self.inference:
-            ThreadModes().refuse_inference(self)
+            raise self.refusal()
         set_grad_enabled(self.grad)
         if self.autocast is not None or any_autocast():
             set_autocast(self.autocast)

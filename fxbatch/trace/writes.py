@@ -349,7 +349,6 @@ _KEEPS_WHAT_IT_READS = _named(
     "take_parameter_row row_at"
 )
 _LAYERS = {torch.nn.Linear: "linear", torch.nn.Embedding: "embedding"}
-_BACK = 64  # calls among which the one is looked for that gave what is written to
 
 
 def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
@@ -361,13 +360,10 @@ def _refuse_saved(recorder: RecordedCalls, v: Value, name: str) -> None:
     while (view := view_of(v)) is not None:
         v = view.source
         memory.add(v._value)
-    signatures, sigs, inputs = recorder.table.signatures, recorder.sigs, recorder.inputs
-    first, end, unmade = recorder.count, len(inputs), set(memory)
+    inputs, unmade = recorder.inputs, set(memory)
     # Of each call: its name, whether it may keep something, what it reads and gives.
     calls: list[tuple[str, bool, set[int], range]] = []
-    for i in range(len(sigs) - 1, max(len(sigs) - _BACK, 0) - 1, -1):
-        s = signatures[sigs[i]]
-        first, end = first - len(s.outputs), end - len(s.inputs)
+    for s, first, end in recorder.last_calls():
         outputs = range(first, first + len(s.outputs))
         kind, target = s.operation.kind, s.operation.target
         keeps = kind not in ("constant", "number") and any(t.differentiable for t in s.outputs)
@@ -503,13 +499,8 @@ def stores_what_is_there(args: tuple[Any, ...]) -> bool:
     if len(args) != 3 or type(args[2]) is not Value or is_stale(args[2]):
         return False
     target, index, row = args
-    view = view_of(row)
-    if (
-        view is None
-        or view.call is None
-        or view.source is not target
-        or view.call[0] not in (GETITEM, take_at)
-    ):
+    view, rows = view_of(row), (GETITEM, take_at)
+    if view is None or view.call is None or view.source is not target or view.call[0] not in rows:
         return False
     at = view.call[1][1]
     place = place_in(target.shape, index)

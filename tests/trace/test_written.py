@@ -952,19 +952,6 @@ class Counting(nn.Module):
         return self.l(x).sum() * self.count[best].sum()
 
 
-@pytest.mark.usefixtures("as_users_have_it")
-def test_a_count_in_a_buffer_is_what_the_loop_counts() -> None:
-    torch.manual_seed(0)
-    model = Counting()
-    alone = copy.deepcopy(model)
-    for _ in range(3):
-        xs = [torch.randn(3 + n % 4, SIZE) for n in range(8)]
-        found = model(xs)
-        with fxbatch.disabled():
-            torch.testing.assert_close(found, alone(xs))
-        torch.testing.assert_close(model.count, alone.count)
-
-
 class Tallying(nn.Module):
     """A count that is no buffer, across a wait."""
 
@@ -982,12 +969,17 @@ class Tallying(nn.Module):
 
 
 @pytest.mark.usefixtures("as_users_have_it")
-def test_scouts_see_what_is_written_to_a_plain_tensor_of_a_module() -> None:
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [(Counting, lambda n: (3 + n % 4, SIZE)), (Tallying, lambda n: (SIZE,))],
+    ids=["buffer", "plain tensor, seen by the scouts"],
+)
+def test_counts_of_instances_are_what_the_loop_counts(kind: Any, shape: Any) -> None:
     torch.manual_seed(0)
-    model = Tallying()
+    model = kind()
     alone = copy.deepcopy(model)
     for _ in range(3):
-        xs = list(torch.randn(8, SIZE))
+        xs = [torch.randn(shape(n)) for n in range(8)]
         found = model(xs)
         with fxbatch.disabled():
             torch.testing.assert_close(found, alone(xs))
