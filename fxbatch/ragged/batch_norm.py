@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Arguments, Emitted, Emitter, Packed, Traced
-from fxbatch.ragged.rules import normalised_channels, rule, weights_code
+from fxbatch.ragged.lower import DENSE, PACKED, WHOLE, Arguments, Given, Packed, PackedTape, Traced
+from fxbatch.ragged.rules import normalised_channels, rule, weights_of
 from fxbatch.ragged.symbolic import NoPackedForm
 from fxbatch.torch_private import FakeTensor
 
@@ -68,15 +68,14 @@ def batch_norm_as_nodes() -> Iterator[None]:
 
 
 @rule("batch_norm", space="fxbatch_rows")
-def _batch_norm(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _batch_norm(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x = a["x"]
     parts = [a[name] for name in ("mean", "var", "weight", "bias")]
     if x.layout not in (DENSE, PACKED) or any(isinstance(p, Packed) and p.layout != WHOLE for p in parts):
         raise NoPackedForm("batch normalisation of this form")
     if x.rank < 2 or 1 in x.axes:
         raise NoPackedForm("batch normalisation whose channels are not the second dimension")
-    arguments = f"{weights_code(*parts)}, True, {e.source(a['momentum'])}, {e.source(a['eps'])}"
-    return normalised_channels(e, x, arguments, val)
+    return normalised_channels(tape, x, [*weights_of(*parts), True, a["momentum"], a["eps"]], val)
 
 
 def trackers(root: torch.nn.Module) -> dict[str, torch.Tensor]:

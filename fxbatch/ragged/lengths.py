@@ -233,7 +233,15 @@ class Lengths:
 
     # -- indices --------------------------------------------------------------------------------------
 
-    def taken(self, start: np.ndarray, sizes: Lengths, step: int = 1) -> torch.Tensor:
+    def place(self, i: np.ndarray | int) -> np.ndarray | int:
+        """int64 [n]: the place that `i` means, one number or one an instance: negative ones count from the end."""
+        return i if type(i) is int and i >= 0 else np.where(np.less(i, 0), i + self.sizes, i)
+
+    def begin(self, start: np.ndarray | int) -> np.ndarray:
+        """int64 [n]: where a slice from there on begins, which is no error where an instance has fewer."""
+        return np.minimum(self.place(start), self.sizes).clip(0)
+
+    def taken(self, start: np.ndarray | int, sizes: Lengths, step: int = 1) -> torch.Tensor:
         """int64 [sizes.total]: `sizes` rows of each instance, from `start` on."""
         first = np.broadcast_to(self.starts + start, (self.n,))
         return self._to(first[sizes.segments] + sizes.positions * step)

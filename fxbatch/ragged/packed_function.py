@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from fxbatch.ragged import rules_indices, rules_products, rules_sequences, rules_views  # noqa: F401 - they register their rules
 from fxbatch.ragged.expressions import ColumnsFunction, columns_function
 from fxbatch.ragged.lengths import Lengths
-from fxbatch.ragged.lower import Lowered, Packed, lower
+from fxbatch.ragged.lower import Packed, PackedGraph, lower
 from fxbatch.ragged.packed_column import PackedColumn, together
 from fxbatch.ragged.recurrent import NAMES
 from fxbatch.ragged.row_places import windows
@@ -33,7 +33,7 @@ from fxbatch.torch_private import set_grad_enabled
 
 @dataclass(eq=False)
 class PackedMinibatch:
-    """A minibatch as the emitted function reads it: the number of instances, their sizes and their numbers."""
+    """A minibatch as the function reads it: the number of instances, their sizes and their numbers."""
 
     n: int
     lengths: list[Lengths]
@@ -42,9 +42,6 @@ class PackedMinibatch:
     sizes: Sequence[np.ndarray]  # one column a symbol
     # Of results, where they depend on values.
     sizes_by_values: dict[Any, Lengths] = field(default_factory=dict)
-
-    # Switches autograd on or off for the lines that follow in the emitted function.
-    set_grad_enabled = staticmethod(set_grad_enabled)
 
     def tensor(self, column: object, dtype: torch.dtype) -> torch.Tensor:
         """[n]: a number of each instance."""
@@ -59,10 +56,6 @@ class PackedMinibatch:
     def sized(self, column: object) -> Lengths:
         """A size that depends on values."""
         return Lengths.of(column, self.n, self.device)
-
-    def keep(self, expression: object, size: Lengths) -> None:
-        """The size of a result."""
-        self.sizes_by_values[expression] = size
 
     def padded_rows(
         self, rows: torch.Tensor, size: Lengths, out: Lengths, before: Any, value: float
@@ -245,8 +238,7 @@ class PackedFunction:
     """A body over all instances of a minibatch."""
 
     graph: SizedGraph
-    lowered: Lowered
-    function: Callable[[PackedMinibatch, list[torch.Tensor]], list[torch.Tensor]]
+    lowered: PackedGraph
     sizes: Callable[..., list[Any]]
     dynamic: Sequence[Sequence[int]]
 
@@ -270,7 +262,7 @@ class PackedFunction:
         every = [*dynamic, *[()] * len(shared)]
         inputs, how = [*tensors, *shared], {"flags_known": flags_known, "code": code}
 
-        def lowered_by(tape: bool) -> tuple[SizedGraph, Lowered]:
+        def lowered_by(tape: bool) -> tuple[SizedGraph, PackedGraph]:
             graph = SizedGraph(body, inputs, every, kept_whole(), **how, by_tape=tape)
             return graph, lower(graph, rule_of, alone, len(shared))
 
@@ -279,10 +271,8 @@ class PackedFunction:
             with contextlib.suppress(Exception):
                 pair = lowered_by(True)
         graph, lowered = lowered_by(False) if pair is None or pair[1].alone else pair
-        space = dict(lowered.constants)
-        exec(compile(lowered.source, "<packed>", "exec"), space)  # the source was made by `lower`
         sizes = columns_function([*lowered.lengths, *lowered.columns], graph.symbols)
-        return PackedFunction(graph, lowered, space["packed"], sizes, dynamic)
+        return PackedFunction(graph, lowered, sizes, dynamic)
 
     def output_shapes(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """The shape of each output, for one instance of these sizes."""
@@ -320,7 +310,7 @@ class PackedFunction:
         ]
         arguments, grad = [*inputs, *shared], torch.is_grad_enabled()
         try:
-            return self.function(z, arguments), z
+            return self.lowered.module.forward(z, arguments), z
         finally:  # where something was raised
             set_grad_enabled(grad)
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxbatch.ragged.expressions import depends
-from fxbatch.ragged.lower import PACKED, WHOLE, Emitter, Packed, operator_of, own_dimensions, shape_of
+from fxbatch.ragged.lower import PACKED, WHOLE, Packed, PackedTape, operator_of, own_dimensions, shape_of
 from fxbatch.torch_private import tree_leaves
 
 
@@ -43,13 +43,13 @@ def results_of(node: fx.Node) -> list[torch.Tensor]:
     return [x for x in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(x, torch.Tensor)]
 
 
-def by_items(e: Emitter, node: fx.Node, values: list[Packed]) -> bool:
+def by_items(tape: PackedTape, node: fx.Node, values: list[Packed]) -> bool:
     """Whether each item along the first dimension, which alone differs between instances, is worked on by itself."""
     target = operator_of(node)
     name = target._schema.name
     if name not in _ITEMWISE and (name not in _OF_MATRICES or any(v.rank < 3 for v in values if v.axes)):
         return False
-    a = e.bound(node)
+    a = tape.bound(node)
     if a.get("training") or (a.get("use_input_stats") and a.get("running_mean") is not None):
         return False  # statistics of all items
     if name == "aten::pad" and len(a["pad"]) >= 2 * a["self"].rank:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sympy
 import torch
 from torch import fx
+from torch.fx.proxy import Proxy
 
 from fxbatch.ragged.expressions import Shape, Size, depends
 from fxbatch.ragged.lengths import interleaved, pairs, pairs_in_a_row
@@ -18,80 +19,82 @@ from fxbatch.ragged.lower import (
     PADDED,
     WHOLE,
     Arguments,
-    Code,
-    Emitted,
-    Emitter,
+    Given,
     NoRule,
     Packed,
+    PackedTape,
     Traced,
-    layout_of,
+    filled,
     name_of,
+    operator_of,
     own_dimensions,
+    permuted,
+    place_in,
+    plain,
     shape_of,
 )
 from fxbatch.ragged.rules import rule
 from fxbatch.ragged.rules_indices import flat, table_of
 
 
-def _moved(e: Emitter, x: Packed, val: torch.Tensor, order: list[int]) -> Packed:
+def _moved(tape: PackedTape, x: Packed, val: torch.Tensor, order: list[int]) -> Packed:
     """Dimensions in another order: result dimension i is dimension order[i] of x."""
     axes = [a for a in order if a in x.axes]
     rest = [d for d in order if d not in x.axes]
     places = [0] if x.layout in (DENSE, PADDED) else []
     places += [x.place(d) for d in (*axes, *rest)]
-    return e.packed(e.permuted(x.name, places), val)
+    return tape.packed(permuted(x.rows, places), val)
 
 
 @rule("permute")
-def _permute(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
-    return _moved(e, a["self"], val, [d % a["self"].rank for d in a["dims"]])
+def _permute(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
+    return _moved(tape, a["self"], val, [d % a["self"].rank for d in a["dims"]])
 
 
 @rule("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT")
-def _transpose(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _transpose(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """Of the last two dimensions where none are named."""
-    x, i, j = [*[e.value(v) for v in node.args], -2, -1][:3]
+    x, i, j = [*[tape.value(v) for v in node.args], -2, -1][:3]
     order = list(range(x.rank))
     if x.rank > 1:
         order[i], order[j] = order[j], order[i]
-    return _moved(e, x, val, order)
+    return _moved(tape, x, val, order)
 
 
 @rule(
     "unsqueeze", "squeeze", "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"
 )
-def _view(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _view(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """Another shape: groups of dimensions of equal products; the own dimension leads its group, before and after."""
     x = a["self"]
     shape = shape_of(val)
     if x.layout == WHOLE:
         if own_dimensions(shape):
             raise NoRule("a fixed tensor in a shape of its own")
-        return e.packed(f"{x.name}.reshape({shape})", val, WHOLE)
+        return tape.packed(x.rows.reshape(shape), val, WHOLE)
     axes = own_dimensions(shape)
     if name_of(node) == "squeeze" and len(axes) != len(x.axes):
         raise NoRule("a size of its own is squeezed")
     if x.layout == DENSE and not axes:
-        return e.packed(f"{x.name}.reshape({', '.join(map(str, ('n', *shape)))})", val)
+        return tape.packed(x.rows.reshape(tape.z.n, *shape), val)
     if x.layout == DENSE or not axes:
         raise NoRule("a view between a fixed shape and one of its own")
     if len(axes) != len(x.axes):
-        return _pairs_in_a_row(e, x, shape, val)
+        return _pairs_in_a_row(tape, x, shape, val)
     order, physical, joined = _grouped(x.shape, shape)
     if x.layout == PADDED or len(axes) > 1:
         if not (x.layout == PADDED and len(axes) == 2) or joined:
             raise NoRule("a view that joins two sizes of its own")
-        rest = ", ".join(str(d) for d in shape if not depends(d))
-        return e.packed(f"{x.name}.reshape(*{x.name}.shape[:3], {rest})", val)
-    name = e.permuted(x.name, [0] + [x.place(d) for d in order if d not in x.axes])
+        rest = [d for d in shape if not depends(d)]
+        return tape.packed(x.rows.reshape(*tape.leading(shape), *rest), val)
+    rows = permuted(x.rows, [0] + [x.place(d) for d in order if d not in x.axes])
     physical = [d for d in physical if d not in axes]
-    rest = "".join(f"{shape[d]}, " for d in physical)
-    name = e.line(f"{name}.reshape({e.lengths(shape[axes[0]])}.total, {rest})")
+    rows = rows.reshape(tape.lengths(shape[axes[0]]).total, *[shape[d] for d in physical])
     wanted = [d for d in range(len(shape)) if d not in axes]
-    return e.packed(e.permuted(name, [0] + [1 + physical.index(d) for d in wanted]), val)
+    return tape.packed(permuted(rows, [0] + [1 + physical.index(d) for d in wanted]), val)
 
 
-def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
+def _pairs_in_a_row(tape: PackedTape, x: Packed, shape: Shape, val: torch.Tensor) -> Packed:
     """[T, S] as [T * S], and back: all pairs of an instance."""
     wide, narrow = (x.shape, shape) if x.layout == PADDED else (shape, x.shape)
     a = own_dimensions(wide)[0]
@@ -100,9 +103,9 @@ def _pairs_in_a_row(e: Emitter, x: Packed, shape: Shape, val: torch.Tensor) -> P
     others = (*wide[:a], *wide[a + 2 :]), (*narrow[:a], *narrow[a + 1 :])
     if others[0] != others[1] or sympy.expand(wide[a] * wide[a + 1] - narrow[a]):
         raise NoRule("a view that joins two sizes of its own with others")
-    sizes = ", ".join(e.lengths(d) for d in (wide[a], wide[a + 1], narrow[a]))
-    move = e.const(pairs_in_a_row if x.layout == PADDED else pairs)
-    return e.packed(f"{move}({x.name}, {sizes})", val)
+    sizes = [tape.lengths(d) for d in (wide[a], wide[a + 1], narrow[a])]
+    move = pairs_in_a_row if x.layout == PADDED else pairs
+    return tape.packed(tape.call(move, x.rows, *sizes), val)
 
 
 def _groups(before: tuple[object, ...], after: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
@@ -157,217 +160,204 @@ def _grouped(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[lis
 
 
 @rule("expand", "expand_as", "broadcast_to")
-def _expand(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _expand(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x = a["self"]
     shape = shape_of(val)
     if x.layout == WHOLE and not own_dimensions(shape):
-        return e.packed(f"{x.name}.expand({shape})", val, WHOLE)
-    name = e.aligned(e.to_dense(x), shape)
+        return tape.packed(x.rows.expand(shape), val, WHOLE)
     rest = [d for d in shape if not depends(d)]
-    return e.packed(f"{name}.expand({', '.join(map(str, (*e.leading(shape), *rest)))})", val)
+    return tape.packed(tape.aligned(tape.to_dense(x), shape).expand(*tape.leading(shape), *rest), val)
 
 
 # -- slices -----------------------------------------------------------------------------------------------
 
 
 @rule("select")
-def _select(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _select(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x, d, i = a["self"], a["dim"] % a["self"].rank, a["index"]
     if d not in x.axes:
         if depends(i):
             raise NoRule("a place of its own")
-        return e.packed(f"{x.name}.select({x.place(d)}, {i})", val)
-    one = _part(e, x, d, _start(e, i, e.lengths(x.shape[d])), e.lengths(1), 1)
+        return tape.packed(x.rows.select(x.place(d), i), val)
+    one = _part(tape, x, d, tape.lengths(x.shape[d]).place(_column(tape, i)), tape.lengths(1), 1)
     if x.layout == PACKED:
-        return e.packed(one, val)
+        return tape.packed(one, val)
     (other,) = [a for a in x.axes if a != d]
-    return e.packed(f"{e.lengths(x.shape[other])}.unpad({one}.squeeze({x.place(d)}))", val)
+    return tape.packed(tape.lengths(x.shape[other]).unpad(one.squeeze(x.place(d))), val)
 
 
-def _part(e: Emitter, x: Packed, d: int, begin: str, out: str, step: int) -> str:
+def _part(tape: PackedTape, x: Packed, d: int, begin: Proxy | int, out: Proxy, step: int) -> Proxy:
     """As many elements along a dimension of its own as `out` says, from `begin` on."""
-    size = e.lengths(x.shape[d])
+    size = tape.lengths(x.shape[d])
     if x.layout == PACKED:
-        return e.line(f"{x.name}.index_select(0, {size}.taken({begin}, {out}, {step}))")
-    return e.line(f"z.part({x.name}, {x.place(d)}, {begin}, {out}, {step}, {size}.longest)")
+        return x.rows.index_select(0, size.taken(begin, out, step))
+    return tape.z.part(x.rows, x.place(d), begin, out, step, size.longest)
 
 
-def _start(e: Emitter, i: Size, size: str) -> str:
-    if depends(i):
-        return f"(lambda c: np.where(c < 0, c + {size}.sizes, c))({e.column(i)})"
-    return str(i) if i >= 0 else f"{size}.sizes + {i}"
-
-
-def _begin(e: Emitter, start: Size, size: str) -> str:
-    """The first element of a slice, which is no error where there are fewer."""
-    return f"np.minimum({_start(e, start, size)}, {size}.sizes).clip(0)"
+def _column(tape: PackedTape, i: Size) -> Proxy | int:
+    return tape.column(i) if depends(i) else i
 
 
 @rule("slice")
-def _slice(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _slice(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x = a["self"]
     d = a["dim"] % x.rank
     start = a["start"] or 0
     if d not in x.axes:
         if depends(start) or depends(a["end"]):
-            return _part_of_fixed(e, val, e.to_dense(x), d, start, a["step"])
-        index = ", ".join([":"] * x.place(d) + [f"{start}:{a['end']}:{a['step']}"])
-        return e.packed(f"{x.name}[{index}]", val)
+            return _part_of_fixed(tape, val, tape.to_dense(x), d, start, a["step"])
+        index = (*[slice(None)] * x.place(d), slice(start, a["end"], a["step"]))
+        return tape.packed(x.rows[index], val)
     shape = shape_of(val)
     if shape[d] == x.shape[d] and a["step"] == 1:
-        return e.packed(x.name, val)
-    size, out = e.lengths(x.shape[d]), e.lengths(shape[d])
-    begin = _begin(e, start, size)
+        return tape.packed(x.rows, val)
+    size, out = tape.lengths(x.shape[d]), tape.lengths(shape[d])
+    begin = size.begin(_column(tape, start))
     if x.layout == PADDED and not depends(shape[d]):
         raise NoRule("a part of one of two sizes of its own, as long in all instances")
-    return e.of_rows(_part(e, x, d, begin, out, a["step"]), d, val)
+    return tape.of_rows(_part(tape, x, d, begin, out, a["step"]), d, val)
 
 
-def _part_of_fixed(e: Emitter, val: torch.Tensor, x: Packed, d: int, start: Size, step: int) -> Packed:
+def _part_of_fixed(tape: PackedTape, val: torch.Tensor, x: Packed, d: int, start: Size, step: int) -> Packed:
     """A slice of a fixed dimension, as long as the instance says: `positions[:len(x)]`."""
-    size, out = e.lengths(int(x.shape[d])), e.lengths(shape_of(val)[d])
-    begin = _begin(e, start, size)
+    size, out = tape.lengths(int(x.shape[d])), tape.lengths(shape_of(val)[d])
+    begin = size.begin(_column(tape, start))
     if x.layout == PACKED:
-        padded, place = _as_padded(e, x, val), own_dimensions(shape_of(val)).index(d) + 1
-        return e.packed(f"z.part({padded}, {place}, {begin}, {out}, {step}, {x.shape[d]})", val)
-    rows, _ = table_of(e, x, d)
-    return e.packed(f"{rows}.index_select(0, {size}.taken({begin}, {out}, {step}))", val)
+        padded, place = _as_padded(tape, x, val), own_dimensions(shape_of(val)).index(d) + 1
+        return tape.packed(tape.z.part(padded, place, begin, out, step, x.shape[d]), val)
+    rows, _ = table_of(tape, x, d)
+    return tape.packed(rows.index_select(0, size.taken(begin, out, step)), val)
 
 
-def _as_padded(e: Emitter, x: Packed, val: torch.Tensor) -> str:
+def _as_padded(tape: PackedTape, x: Packed, val: torch.Tensor) -> Proxy:
     """x as [n, a, b, *rest] for the two own dimensions of a result, along which it may have fixed sizes."""
     shape = shape_of(val)
     axes = own_dimensions(shape)
     order = [0, *[1 + d for d in axes], *[1 + d for d in range(len(shape)) if d not in axes]]
-    return e.line(f"{e.spread(e.to_dense(x))}.permute({order})")
+    return tape.spread(tape.to_dense(x)).permute(order)
 
 
 @rule("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
-def _split(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _split(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x = a["self"]
     d = a["dim"] % x.rank
     if d in x.axes:
         raise NoRule("it is cut along a size of its own")
     a["dim"] = x.place(d)
-    return e.results(node, e.call(node.target, a))
+    return tape.results(node, tape.apply(operator_of(node), a))
 
 
 # -- cat ----------------------------------------------------------------------------------------------------
 
 
 @rule("cat", "concat", "concatenate")
-def _cat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _cat(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     shape = shape_of(val)
     parts = [p for p in a["tensors"] if p.rank == len(shape)]
     d = a["dim"] % len(shape)
     if d in own_dimensions(shape) or any(d in p.axes for p in parts):  # `[x, zeros(10 - len(x))]`
-        return _joined(e, parts, d, val)
+        return _joined(tape, parts, d, val)
     if own_dimensions(shape):
-        names = [e.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
+        rows = [tape.aligned(p, _with(shape, d, p.shape[d])) for p in parts]
     else:
-        names = [e.to_dense(p).name for p in parts]
-    place = Packed("", layout_of(shape), shape, val.dtype).place(d)
-    return e.packed(f"torch.cat([{', '.join(names)}], {place})", val)
+        rows = [tape.to_dense(p).rows for p in parts]
+    return tape.packed(tape.call(torch.cat, rows, place_in(shape, d)), val)
 
 
 def _with(shape: tuple[object, ...], d: int, size: object) -> Shape:
     return (*shape[:d], size, *shape[d + 1 :])
 
 
-def _joined(e: Emitter, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
+def _joined(tape: PackedTape, parts: list[Packed], d: int, val: torch.Tensor) -> Packed:
     """Rows of several tensors, those of each instance one after another."""
     shape = shape_of(val)
     axes = own_dimensions(shape)
     if len(axes) > 1:
         if len(axes) > 2 or any(p.shape[a] != shape[a] for p in parts for a in axes if a != d):
             raise NoRule("other sizes of their own")
-        operands = ", ".join(_as_padded(e, p, val) for p in parts)
-        sizes = ", ".join(e.lengths(p.shape[d]) for p in parts)
-        out, place = e.lengths(shape[d]), axes.index(d) + 1
-        return e.packed(f"z.joined(({operands},), ({sizes},), {out}, {place})", val)
-    names, lengths = zip(*[table_of(e, e.to_dense(p), d) for p in parts], strict=True)
-    order = e.line(f"{e.const(interleaved)}(({', '.join(lengths)},))")
-    name = e.line(f"torch.cat([{', '.join(names)}]).index_select(0, {order})")
-    return e.of_rows(name, d, val)
+        operands = [_as_padded(tape, p, val) for p in parts]
+        sizes = [tape.lengths(p.shape[d]) for p in parts]
+        return tape.packed(tape.z.joined(operands, sizes, tape.lengths(shape[d]), axes.index(d) + 1), val)
+    tables, lengths = zip(*[table_of(tape, tape.to_dense(p), d) for p in parts], strict=True)
+    rows = tape.call(torch.cat, list(tables)).index_select(0, tape.call(interleaved, lengths))
+    return tape.of_rows(rows, d, val)
 
 
 @rule("slice_scatter")
-def _slice_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _slice_scatter(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """`x[1:3] = y` as a function."""
-    x, y = e.to_dense(a["self"]), e.to_dense(a["src"])
+    x, y = tape.to_dense(a["self"]), tape.to_dense(a["src"])
     d = a["dim"] % x.rank
     start = a["start"] or 0
     if d not in x.axes:
         if depends(start) or depends(a["end"]):
             raise NoRule("a slice of its own")
-        source = e.aligned(y, _with(x.shape, d, y.shape[d]))
-        operands = f"{x.name}, {source}, {x.place(d)}, {start}, {a['end']}, {a['step']}"
-        return e.packed(f"torch.slice_scatter({operands})", val)
+        source = tape.aligned(y, _with(x.shape, d, y.shape[d]))
+        return tape.packed(x.rows.slice_scatter(source, x.place(d), start, a["end"], a["step"]), val)
     if x.layout != PACKED:
         raise NoRule("a slice of one of two sizes of its own")
-    size, out = e.lengths(x.shape[d]), e.lengths(y.shape[d])
-    begin = _begin(e, start, size)
-    source = flat(e, y, d, e.aligned(y, _with(x.shape, d, y.shape[d])))
-    rows = f"{size}.taken({begin}, {out}, {a['step']})"
-    return e.packed(f"{x.name}.index_copy(0, {rows}, {source}.expand({out}.total, *{x.name}.shape[1:]))", val)
+    size, out = tape.lengths(x.shape[d]), tape.lengths(y.shape[d])
+    begin = size.begin(_column(tape, start))
+    source = flat(tape, y, d, tape.aligned(y, _with(x.shape, d, y.shape[d])))
+    source = source.expand(out.total, *[x.shape[i] for i in x.rest])
+    return tape.packed(x.rows.index_copy(0, size.taken(begin, out, a["step"]), source), val)
 
 
 @rule("select_scatter")
-def _select_scatter(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _select_scatter(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """`x[0] = y` as a function."""
-    x, y, i = e.to_dense(a["self"]), a["src"], a["index"]
+    x, y, i = tape.to_dense(a["self"]), a["src"], a["index"]
     d = a["dim"] % x.rank
     rest = (*x.shape[:d], *x.shape[d + 1 :])
     if d not in x.axes:
         if depends(i):
             raise NoRule("a place of its own")
-        return e.packed(f"torch.select_scatter({x.name}, {e.aligned(y, rest)}, {x.place(d)}, {i})", val)
+        return tape.packed(x.rows.select_scatter(tape.aligned(y, rest), x.place(d), i), val)
     if x.layout != PACKED:
         raise NoRule("a row of two sizes of its own")
-    size = e.lengths(x.shape[d])
-    source = e.aligned(e.to_dense(y), rest)
-    rows = f"{size}.taken({_start(e, i, size)}, {e.lengths(1)})"
-    return e.packed(f"{x.name}.index_copy(0, {rows}, {source})", val)
+    size = tape.lengths(x.shape[d])
+    source = tape.aligned(tape.to_dense(y), rest)
+    rows = size.taken(size.place(_column(tape, i)), tape.lengths(1))
+    return tape.packed(x.rows.index_copy(0, rows, source), val)
 
 
 @rule("stack")
-def _stack(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _stack(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     shape = shape_of(val)
     d = a["dim"] % len(shape)
     inner = (*shape[:d], *shape[d + 1 :])
-    names = [e.aligned(p, inner) for p in a["tensors"]]
-    place = Packed("", layout_of(shape), shape, val.dtype).place(d)
-    return e.packed(f"torch.stack(torch.broadcast_tensors({', '.join(names)}), {place})", val)
+    rows = tape.call(torch.broadcast_tensors, *[tape.aligned(p, inner) for p in a["tensors"]])
+    return tape.packed(tape.call(torch.stack, rows, place_in(shape, d)), val)
 
 
 @rule("constant_pad_nd", "pad")
-def _constant_pad(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _constant_pad(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x, pad = a["self"], a["pad"]
     if a.get("mode", "constant") != "constant" or x.layout == WHOLE:
         raise NoRule("padding of this kind")
     if depends(a.get("value")):
         raise NoRule("padding with a size")
-    value = e.const(a.get("value") or 0)
+    value = a.get("value") or 0
     ends = {x.rank - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2)}
     for d, both in ends.items():
         for p in both:
             if depends(p) and d not in x.axes:
                 raise NoRule("padding of its own length")
             if depends(p):
-                e.graph.assume(sympy.Ge(p, 0))
+                tape.sized.assume(sympy.Ge(p, 0))
             elif p < 0:
                 raise NoRule("padding that cuts")
-    name = x.name
+    rows = x.rows
     for d, (before, after) in ends.items():
         if d in x.axes and (before != 0 or after != 0):
-            size, out = e.lengths(x.shape[d]), e.lengths(shape_of(val)[d])
-            first = e.column(before) if depends(before) else before
+            size, out = tape.lengths(x.shape[d]), tape.lengths(shape_of(val)[d])
+            first = _column(tape, before)
             if x.layout == PADDED:
                 raise NoRule("padding of one of two sizes of its own")
-            name = e.line(f"z.padded_rows({name}, {size}, {out}, {first}, {value})")
+            rows = tape.z.padded_rows(rows, size, out, first, value)
             if not depends(shape_of(val)[d]):
-                x = e.of_rows(name, d, val)
-                name = x.name
+                x = tape.of_rows(rows, d, val)
+                rows = x.rows
                 ends[d] = (0, 0)
     rank = x.rank + 1 - (len(x.axes) if x.layout == PACKED else 0)
     flat = [0] * (2 * rank)
@@ -376,8 +366,8 @@ def _constant_pad(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitt
             place = rank - 1 - x.place(d)
             flat[2 * place : 2 * place + 2] = [before, after]
     if any(flat):
-        name = e.line(f"torch.nn.functional.pad({name}, {flat}, value={value})")
-    return e.packed(name, val)
+        rows = tape.call(torch.nn.functional.pad, rows, flat, value=value)
+    return tape.packed(rows, val)
 
 
 # -- factories ------------------------------------------------------------------------------------------------
@@ -389,84 +379,80 @@ _FACTORIES = (
 
 
 @rule(*_FACTORIES)
-def _factory(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _factory(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """A tensor made of a shape: as many rows as all instances have."""
     shape = shape_of(val)
     if isinstance(a.get("self"), Packed):
-        a["dtype"], a["device"] = val.dtype, Code("z.device")
+        a["dtype"], a["device"] = val.dtype, tape.z.device
     fill = a.get("fill_value")
     if depends(fill):
         if own_dimensions(shape) or isinstance(a.get("self"), Packed):
             raise NoRule("filled with a size")
-        filled = e.line(f"z.tensor({e.column(fill)}, {e.const(val.dtype)}).reshape(n, {'1, ' * len(shape)})")
-        return e.packed(f"{filled}.expand(n, {''.join(f'{d}, ' for d in shape)})", val)
+        numbers = tape.number(fill, val.dtype).rows.reshape(tape.z.n, *[1] * len(shape))
+        return tape.packed(numbers.expand(tape.z.n, *shape), val)
     if "size" not in a:
         raise NoRule("a factory of this kind")
-    rest = [str(d) for d in shape if not depends(d)]
-    a["size"] = Code(f"[{', '.join([*e.leading(shape), *rest])}]")
-    return e.packed(e.call(node.target, a), val)
+    a["size"] = [*tape.leading(shape), *[d for d in shape if not depends(d)]]
+    return tape.packed(tape.apply(operator_of(node), a), val)
 
 
 @rule("arange")
-def _arange(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _arange(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     (length,) = shape_of(val)
     start, step = a.get("start", 0), a.get("step", 1)
     if not depends(length):
         raise NoRule("a range of sizes that is as long in all instances")
     if depends(step):
         raise NoRule("a range whose step is a size")
-    size = e.lengths(length)
-    name = f"{size}.position" if step == 1 else f"({size}.position * {step})"
+    size = tape.lengths(length)
+    places = size.position if step == 1 else size.position * step
     if depends(start):
-        name = f"({name} + {size}.each(z.tensor({e.column(start)}, torch.int64)))"
+        places = places + size.each(tape.number(start, torch.int64).rows)
     elif start:
-        name = f"({name} + {start})"
-    return e.packed(name if val.dtype == torch.int64 else f"{name}.to({e.const(val.dtype)})", val)
+        places = places + start
+    return tape.packed(places if val.dtype == torch.int64 else places.to(val.dtype), val)
 
 
 @rule("eye")
-def _eye(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _eye(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """The unit matrix; of an instance's own size it is one for all, as large as the largest."""
     shape = shape_of(val)
     if len(own_dimensions(shape)) != 2:
         raise NoRule("a unit matrix with one size of its own")
-    sizes = [f"{e.lengths(d)}.longest" for d in shape]
-    code = f"torch.eye({', '.join(sizes)}, dtype={e.const(val.dtype)}, device=z.device)"
-    return e.packed(f"{code}.expand(n, -1, -1)", val)
+    sizes = [tape.lengths(d).longest for d in shape]
+    unit = tape.call(torch.eye, *sizes, dtype=val.dtype, device=tape.z.device)
+    return tape.packed(unit.expand(tape.z.n, -1, -1), val)
 
 
 @rule("repeat")
-def _repeat(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _repeat(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """Copies; along the rows, all rows of an instance one time after another."""
     x, times = a["self"], a["repeats"]
     lead = len(times) - x.rank
     none = x.axes and times[lead + x.axes[0]] == 0
     if x.layout not in (DENSE, PACKED) or any(depends(t) for t in times) or none:
         raise NoRule("copies of its own size")
-    name = x.name
+    rows = x.rows
     if x.axes and times[lead + x.axes[0]] != 1:
-        out = e.lengths(shape_of(val)[lead + x.axes[0]])
-        name = e.line(f"{name}.index_select(0, {e.rows_of(x)}.again({out}))")
-    for _ in range(lead):
-        name = e.line(f"{name}.unsqueeze(1)")
+        rows = rows.index_select(0, tape.rows_of(x).again(tape.lengths(shape_of(val)[lead + x.axes[0]])))
     counts = [1, *times[:lead], *[times[lead + d] for d in x.rest]]
-    return e.packed(f"{name}.repeat({', '.join(map(str, counts))})", val)
+    return tape.packed(filled(rows, 1, 0, lead).repeat(counts), val)
 
 
 @rule("view_as_real", "view_as_complex")
-def _complex(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _complex(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     """A last dimension of two numbers, or none."""
-    return e.packed(e.call(node.target, a), val)
+    return tape.packed(tape.apply(operator_of(node), a), val)
 
 
 @rule("tril", "triu")
-def _triangle(e: Emitter, node: fx.Node, a: Arguments, val: Traced) -> Emitted:
+def _triangle(tape: PackedTape, node: fx.Node, a: Arguments, val: Traced) -> Given:
     x = a["self"]
     if x.layout == PADDED and x.axes == (x.rank - 2, x.rank - 1):
         how = name_of(node)
         if x.rank > 2:
             raise NoRule("triangles in more than two dimensions")
-        return e.packed(f"torch.{how}({x.name}, {e.source(a['diagonal'])})", val)
+        return tape.packed(getattr(x.rows, how)(plain(a["diagonal"])), val)
     if x.layout == DENSE:
-        return e.packed(e.call(node.target, a), val)
+        return tape.packed(tape.apply(operator_of(node), a), val)
     raise NoRule("a triangle of one size of its own")

@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.proxy import Proxy
 
 from fxbatch.ragged.expressions import depends
 from fxbatch.ragged.lower import (
     DENSE,
     WHOLE,
-    Emitted,
-    Emitter,
+    Given,
     NoRule,
     Operator,
     Packed,
+    PackedTape,
     own_dimensions,
     shape_of,
 )
@@ -30,9 +31,9 @@ from fxbatch.ragged.recurrent import NODES
 from fxbatch.torch_private import TreeSpec, tree_unflatten
 
 
-def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
+def batched_by_vmap(tape: PackedTape, node: fx.Node) -> Given:
     """An operator on values without sizes of their own: torch.vmap over the instances."""
-    leaves, spec = e.leaves(node)
+    leaves, spec = tape.leaves(node)
     values = [x for x in leaves if isinstance(x, Packed)]
     if all(v.layout == WHOLE for v in values):
         raise NoRule("nothing of the instances in it")
@@ -45,7 +46,7 @@ def batched_by_vmap(e: Emitter, node: fx.Node) -> Emitted:
 
     dims = tuple(0 if v.layout == DENSE else None for v in values)
     batched = torch.vmap(run, in_dims=dims, randomness="different")
-    return e.results(node, f"{e.const(batched)}({', '.join(v.name for v in values)})")
+    return tape.results(node, tape.call(batched, *[v.rows for v in values]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,19 +82,19 @@ class Alone:
         return out
 
 
-def alone(e: Emitter, node: fx.Node) -> Emitted:
+def alone(tape: PackedTape, node: fx.Node) -> Given:
     """A node instance by instance."""
-    leaves, spec = e.leaves(node)
+    leaves, spec = tape.leaves(node)
     described: list[tuple[Any, ...]] = []
-    codes: list[str] = []
+    arguments: list[Proxy] = []
     for x in leaves:
         if isinstance(x, Packed):
             described.append(("tensor", x.layout, x.axes))
-            codes.append(x.name)
-            codes += [e.lengths(x.shape[a]) for a in x.axes]
+            arguments.append(x.rows)
+            arguments += [tape.lengths(x.shape[a]) for a in x.axes]
         elif depends(x):
             described.append(("number",))
-            codes.append(e.column(x))
+            arguments.append(tape.column(x))
         else:
             described.append(("plain", x))
     val = node.meta["val"]
@@ -102,7 +103,7 @@ def alone(e: Emitter, node: fx.Node) -> Emitted:
     for t in results:
         axes = own_dimensions(shape_of(t)) if isinstance(t, torch.Tensor) else None
         outputs.append(axes)
-        codes += [e.lengths(shape_of(t)[a]) for a in axes or ()]
+        arguments += [tape.lengths(shape_of(t)[a]) for a in axes or ()]
     call = Alone(NODES.get(node.target, node.target), described, spec, outputs)
-    name = e.line(f"{e.const(call)}(n, {', '.join(codes)})")
-    return e.results(node, name if isinstance(val, (tuple, list)) else f"{name}[0]")
+    results_of_all = tape.call(call, tape.z.n, *arguments)
+    return tape.results(node, results_of_all if isinstance(val, (tuple, list)) else results_of_all[0])

@@ -14,10 +14,12 @@ from torch import nn
 import fxbatch
 from fxbatch.ir import Program
 from fxbatch.passes import pipeline, schedule
+from fxbatch.ragged import rules
 from fxbatch.runtime import options
 from tests.passes.reference import check_schedule
 from tests.passes.test_rewrites import check_same_results
 from tests.programs import programs
+from tests.ragged.against_loop import check_packed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
@@ -75,3 +77,18 @@ def test_a_policy_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = model(instances)
     batched = fxbatch.autobatch(schedule="narrow")(type(model).forward.__wrapped__)
     torch.testing.assert_close(batched(model, instances), wanted)
+
+
+def test_a_rule_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        lowest, highest = x.aminmax(dim=0)
+        return highest - 2 * lowest
+
+    def alone() -> object:
+        function = check_packed(body, lambda t: [torch.randn(t, 3)], [(5,), (2,), (4,)], ((0,),))
+        return function.lowered.alone
+
+    assert alone()
+    monkeypatch.setattr(rules, "OVER", dict(rules.OVER))
+    code("Add a rule for rows of own sizes")
+    assert not alone()

@@ -345,7 +345,7 @@ def test_the_same_code_is_written_once_and_memory_freed() -> None:
 
     source = check_packed(body, rows, SOME, ((0,),)).lowered.source
     assert source.count("reversed") == 1
-    assert "del " in source
+    assert "= None" in source
 
 
 def test_look_up() -> None:
