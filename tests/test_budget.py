@@ -40,9 +40,7 @@ CONCEPTS = {
     "judges": Concept(
         ("codegen", "ragged", "runtime", ""), r"^_?judge|differences?$|agrees$|^_?compare|^check_against"
     ),
-    "emitters": Concept(
-        ("codegen", "ragged", "runtime"), r"^_?emit|Emitter$|^_?lower$|^column_source$|^Lowering$"
-    ),
+    "emitters": Concept(("codegen", "ragged", "runtime"), r"^_?emit|Emitter$|^_?lower$|^Lowering$"),
     "ways in": Concept(
         ("trace",), r"^(traced|written)_call$|^_?call_(?!real|thing|expression)|^_functional_call$"
     ),

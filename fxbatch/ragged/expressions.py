@@ -1,13 +1,14 @@
-"""Sizes as expressions: what a symbolic size is, as Python source over columns of integers.
+"""Sizes as expressions: what a symbolic size is, as a function of columns of integers.
 
-In: sympy expressions over the symbols of a traced body. Out: source that numpy evaluates for all instances at once.
+In: sympy expressions over the symbols of a traced body. Out: functions that numpy evaluates for all instances at once.
 
-    column_source(s0 // 2 + 1, {s0: "s0"})      # "(1 + (s0 // 2))"
+    columns_function([s0 // 2 + 1], [s0])(np.array([4, 7]))      # [array([3, 4])]
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -18,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Size: TypeAlias = int | sympy.Basic  # a number, or an expression where it differs between instances
 Shape: TypeAlias = tuple[Size, ...]
-ColumnsFunction = Callable[..., list[np.ndarray | float]]
+Column: TypeAlias = np.ndarray | float  # a number of each instance, or one that all have
+ColumnsFunction = Callable[..., list[Column]]
 
 
 class UnknownExpressionError(Exception):
@@ -63,59 +65,55 @@ def depends(e: object) -> bool:
     return bool(getattr(e, "free_symbols", None))
 
 
-_BINARY = {
-    "FloorDiv": "//", "CleanDiv": "//", "PythonMod": "%", "Mod": "%", "IntTrueDiv": "/", "FloatTrueDiv": "/",
-    "PowByNatural": "**", "FloatPow": "**", "Pow": "**", "Equality": "==", "Unequality": "!=",
-    "StrictLessThan": "<", "LessThan": "<=", "StrictGreaterThan": ">", "GreaterThan": ">=",
+# Functions of two columns or more, the first two first, and of one, by the kind of an expression.
+_OF_SEVERAL: dict[str, Callable[..., Column]] = {
+    "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv, "PythonMod": operator.mod, "Mod": operator.mod,
+    "IntTrueDiv": operator.truediv, "FloatTrueDiv": operator.truediv,
+    "PowByNatural": operator.pow, "FloatPow": operator.pow, "Pow": operator.pow,
+    "Equality": operator.eq, "Unequality": operator.ne, "StrictLessThan": operator.lt, "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge,
+    "Add": operator.add, "Mul": operator.mul, "And": operator.and_, "Or": operator.or_,
+    "Max": np.maximum, "Min": np.minimum,
 }  # fmt: skip
-_MANY = {"Add": "+", "Mul": "*", "And": "&", "Or": "|"}
-_CALLS = {
-    "Max": "maximum", "Min": "minimum", "Abs": "abs", "floor": "floor", "ceiling": "ceil",
-    "OpaqueUnaryFn_sqrt": "sqrt", "OpaqueUnaryFn_exp": "exp", "OpaqueUnaryFn_log": "log",
-    "OpaqueUnaryFn_log2": "log2", "ToFloat": "float64",
+_OF_ONE: dict[str, Callable[..., Column]] = {
+    "Abs": np.abs, "floor": np.floor, "ceiling": np.ceil, "Not": np.logical_not,
+    "OpaqueUnaryFn_sqrt": np.sqrt, "OpaqueUnaryFn_exp": np.exp, "OpaqueUnaryFn_log": np.log,
+    "OpaqueUnaryFn_log2": np.log2, "ToFloat": np.float64,
+    "CeilToInt": lambda x: np.ceil(x).astype(np.int64), "FloorToInt": lambda x: np.floor(x).astype(np.int64),
+    "TruncToInt": lambda x: np.trunc(x).astype(np.int64), "RoundToInt": lambda x: np.rint(x).astype(np.int64),
 }  # fmt: skip
-_TO_INTEGERS = {"CeilToInt": "ceil", "FloorToInt": "floor", "TruncToInt": "trunc", "RoundToInt": "rint"}
 
 
-def column_source(e: Size, names: Mapping[Size, str]) -> str:
-    """Python source of an expression; the symbols are the columns `names`."""
-    if e in names:
-        return names[e]
+def column_of(e: Size, places: Mapping[Size, int]) -> Callable[[Sequence[Column]], Column]:
+    """An expression as a function of columns, among which its symbols have these places."""
+    if e in places:
+        return operator.itemgetter(places[e])
+    if (number := _number(e)) is not None:
+        return lambda columns: number
+    kind, parts = type(e).__name__, [column_of(x, places) for x in e.args]
+    if kind == "Pow" and e.args[1].is_Integer and e.args[1].is_negative:  # of integers numpy has none
+        exponent = -int(e.args[1])
+        return lambda columns: 1.0 / parts[0](columns) ** exponent
+    if kind in _OF_SEVERAL and len(parts) > 1:
+        of_two = _OF_SEVERAL[kind]
+        return lambda columns: functools.reduce(of_two, [part(columns) for part in parts])
+    if kind in _OF_ONE and len(parts) == 1:
+        of_one = _OF_ONE[kind]
+        return lambda columns: of_one(parts[0](columns))
+    raise UnknownExpressionError(f"a size {e} ({kind})")
+
+
+def _number(e: Size) -> float | None:
+    """The number that an expression without symbols is."""
     if isinstance(e, (sympy.Integer, int)):
-        return str(int(e))
+        return int(e)
     if e is sympy.true or e is sympy.false:
-        return str(bool(e))
-    if isinstance(e, (sympy.Rational, sympy.Float)) or e.is_number:
-        return repr(float(e))
-    kind = type(e).__name__
-    parts = [column_source(x, names) for x in e.args]
-    if kind == "Pow" and e.args[1] == sympy.Rational(1, 2):
-        return f"np.sqrt({parts[0]})"
-    if kind == "Pow" and e.args[1].is_negative:
-        return f"(1.0 / {parts[0]} ** {-int(e.args[1])})" if e.args[1].is_Integer else _unknown(e)
-    if kind in _BINARY and len(parts) == 2:
-        return f"({parts[0]} {_BINARY[kind]} {parts[1]})"
-    if kind in _MANY:
-        return "(" + f" {_MANY[kind]} ".join(parts) + ")"
-    if kind == "Not":
-        return f"np.logical_not({parts[0]})"
-    if kind in ("Max", "Min"):
-        return functools.reduce(lambda a, b: f"np.{_CALLS[kind]}({a}, {b})", parts)
-    if kind in _CALLS and len(parts) == 1:
-        return f"np.{_CALLS[kind]}({parts[0]})"
-    if kind in _TO_INTEGERS and len(parts) == 1:
-        return f"np.{_TO_INTEGERS[kind]}({parts[0]}).astype(np.int64)"
-    return _unknown(e)
-
-
-def _unknown(e: object) -> str:
-    raise UnknownExpressionError(f"a size {e} ({type(e).__name__})")
+        return bool(e)
+    return float(e) if isinstance(e, (sympy.Rational, sympy.Float)) or e.is_number else None
 
 
 def columns_function(expressions: Sequence[Size], symbols: Sequence[sympy.Symbol]) -> ColumnsFunction:
     """`function(*columns)`: the value of each expression for all instances, one list."""
-    names = {s: f"s{i}" for i, s in enumerate(symbols)}
-    sources = [column_source(e, names) for e in expressions]
-    code = f"lambda {', '.join(names.values())}: [{', '.join(sources)}]"
-    function: ColumnsFunction = eval(code, {"np": np})  # the source was made above, of sizes only
-    return function
+    places = {s: i for i, s in enumerate(symbols)}
+    functions = [column_of(e, places) for e in expressions]
+    return lambda *columns: [function(columns) for function in functions]

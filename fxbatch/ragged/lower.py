@@ -30,7 +30,7 @@ from fxbatch.ragged.expressions import (
     Shape,
     Size,
     UnknownExpressionError,
-    column_source,
+    column_of,
     columns_function,
     depends,
     expression,
@@ -449,7 +449,7 @@ def _named(function: Callable[..., object], name: str = "") -> Callable[..., obj
 def _place(e: object, places: dict[Size, int], sized: SizedGraph) -> int:
     """Where the function finds what it is given of a size."""
     if e not in places:
-        column_source(e, dict.fromkeys(sized.symbols, ""))  # or there is none
+        column_of(e, dict.fromkeys(sized.symbols, 0))  # or there is none
         places[e] = len(places)
     return places[e]
 
