@@ -38,7 +38,7 @@ from fxbatch.ragged.expressions import (
 from fxbatch.ragged.packed_column import DENSE, PACKED, PADDED, WHOLE
 from fxbatch.ragged.padding import expanded
 from fxbatch.ragged.symbolic import NoPackedForm, SizedGraph, is_size
-from fxbatch.torch_private import LazyGraphModule, TreeSpec, set_grad_enabled, tree_flatten, tree_unflatten
+from fxbatch.torch_private import TreeSpec, set_grad_enabled, tree_flatten, tree_unflatten
 
 _LEADING = {WHOLE: 0, DENSE: 1, PACKED: 1, PADDED: 3}  # physical dimensions before the rest
 
@@ -554,7 +554,9 @@ def _assembled(tape: PackedTape, outputs: list[Packed]) -> PackedGraph:
     graph.output([o.rows.node for o in outputs])
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node in tape.staying)
     layouts = {node.name: value.layout for node, value in tape.env.items() if isinstance(value, Packed)}
+    tape.env.clear()  # what stands for the results refers to the tape
+    tape.recorded.clear()
     return PackedGraph(
-        LazyGraphModule(tape.tensors, graph), outputs, list(tape.lengths_of), list(tape.columns_of),
+        fx.GraphModule(tape.tensors, graph), outputs, list(tape.lengths_of), list(tape.columns_of),
         tape.alone, layouts, tape.random, bool(tape.counted),
     )  # fmt: skip
