@@ -141,7 +141,7 @@ class PackedGraph:
     @property
     def source(self) -> str:
         """The calls as Python."""
-        return self.module.code
+        return self.module.code.strip()
 
 
 class PackedTape(GraphAppendingTracer):

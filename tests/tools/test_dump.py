@@ -52,7 +52,7 @@ def test_packed_forward_in_every_format(capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert "alone: it acts along a size of its own" in next(x for x in lines if "aten.mode" in x)
     found = json.loads(run(capsys, "dump", BAGS, "--stage", "packed", "--format", "json")[1])["programs"][0]
-    assert found["source"].startswith("def packed(z, inputs):")
+    assert found["source"].startswith("def forward(self, z, inputs):\n    pop = inputs.pop(0)")
     assert [s["reason"] for s in found["program"]["signatures"] if s["name"] == "aten.mode"] == [
         "it acts along a size of its own"
     ]
