@@ -49,8 +49,9 @@ def table_of(tape: PackedTape, x: Packed, d: int) -> tuple[Proxy, Proxy]:
 
 def _aligned_rows(tape: PackedTape, x: Packed, shape: Shape, d: int) -> Proxy:
     """The rows along dimension d of what x is where it meets a value of this shape."""
-    x = tape.to_dense(x)
-    return table_of(tape, Packed(tape.aligned(x, shape), layout_of(shape), shape, x.dtype), d)[0]
+    rows, layout = tape.aligned(tape.to_dense(x), shape), layout_of(shape)
+    rows = rows.expand(-1, *shape) if layout == DENSE and x.shape != shape else rows
+    return table_of(tape, Packed(rows, layout, shape, x.dtype), d)[0]
 
 
 def _rows(tape: PackedTape, index: Packed, size: Proxy, *, from_end: bool = False) -> Proxy:

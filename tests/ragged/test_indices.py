@@ -142,3 +142,23 @@ def test_what_is_the_same_for_all_instances(name: str) -> None:
     sizes = [(3,), (5,), (4,)] if name == "nansum" else ALL
     made = check_packed(SAME_FOR_ALL[name], lambda t: [torch.randn(t, 6)], sizes, ((0,),))
     assert not made.lowered.alone, made.lowered.alone
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_one_row_written_to_two_places_of_each(accumulate: bool) -> None:
+    """What is written is the same for both places of an instance, and for all instances."""
+
+    def body(x: torch.Tensor, i: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x.mul(1).index_put((i,), w[0], accumulate=accumulate)
+
+    make = lambda t: [torch.randn(t, 4), torch.tensor([0, 2])]  # noqa: E731
+    function = check_packed(body, make, [(4,), (7,), (3,)], ((0,), ()), (torch.randn(5, 4),))
+    assert not function.lowered.alone
+
+
+def test_a_row_of_a_parameter_by_one_index() -> None:
+    def body(x: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x.sum(0) * w.index_select(0, k)
+
+    make = lambda t: [torch.randn(t, 4), torch.tensor(t % 3)]  # noqa: E731
+    assert not check_packed(body, make, [(4,), (7,), (3,)], ((0,), ()), (torch.randn(5, 4),)).lowered.alone
