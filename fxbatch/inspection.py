@@ -205,7 +205,7 @@ def _record(
         recording.held.abandon()
     program = recording.pending_program(found.values)
     program = running.forward_of(lambda: after_packed_calls(run, program)) if live else program
-    return engine, recording, run, run.resolved(program) if program.known else program, found
+    return engine, recording, run, run.resolved(program), found
 
 
 def _whole(model: Any, args: Sequence[Any]) -> Explanation | None:

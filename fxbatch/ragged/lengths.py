@@ -235,7 +235,7 @@ class Lengths:
 
     def place(self, i: np.ndarray | int) -> np.ndarray | int:
         """int64 [n]: the place that `i` means, one number or one an instance: negative ones count from the end."""
-        return i if type(i) is int and i >= 0 else np.where(np.less(i, 0), i + self.sizes, i)
+        return np.where(i < 0, i + self.sizes, i) if type(i) is not int else i if i >= 0 else i + self.sizes
 
     def begin(self, start: np.ndarray | int) -> np.ndarray:
         """int64 [n]: where a slice from there on begins, which is no error where an instance has fewer."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -384,12 +384,11 @@ class PackedCalls:
         """
         if not self.families and run.tensors.number is None:
             return program
-        return _at_hand(self.resolve_as_columns(run, program, in_parts=not run.grad and run.blocks is None))
+        return _at_hand(self.resolve_as_columns(run, program))
 
-    def resolve_as_columns(self, run: Run, program: Program, *, in_parts: bool = False) -> Program:
-        """`resolve`, but constants may be places in columns: many of them are read by nobody. in_parts: whether calls
-        may run that packed calls wait for."""
-        table, tensors, grad = run.table, run.tensors, run.grad
+    def resolve_as_columns(self, run: Run, program: Program) -> Program:
+        """`resolve`, but constants may be places in columns: many of them are read by nobody."""
+        table, tensors, grad, in_parts = run.table, run.tensors, run.grad, run.runs_in_parts
         assert table is not None
         tensors.make_room(program.values)
         packed, met = self.families_in(program), np.bincount(program.sig)
@@ -923,7 +922,8 @@ def _other_dimensions_fit(function: PackedFunction, types: Sequence[TensorSpec])
 def after_packed_calls(run: Run, program: Program) -> Program:
     """Runs the packed calls of a whole minibatch's program, and returns the program of the other calls, renumbered.
 
-    Returns the same object if there are none, or if they would have to wait for one another too often.
+    Returns the same object if there are none, or if they would have to wait for one another too often. Where nothing
+    needs gradients they run as the phase begins (`PackedCalls.resolve`).
     """
     table, packed = run.table, run.resolver
     if table is None or not isinstance(packed, PackedCalls) or not packed.families or not len(program):
@@ -936,6 +936,8 @@ def after_packed_calls(run: Run, program: Program) -> Program:
     program = run.planner.take_rows_first(met_alone(eliminate_dead(program)))
     if run.planner.options.deduplicate:
         program = _without_equal(program, packed.families_in(program))
+    if run.runs_in_parts:
+        return program
     before = 0
     while True:
         program = eliminate_dead(packed.resolve_as_columns(run, program))
@@ -991,23 +993,18 @@ def _run_first(
     ran = segment & ~constant
     read_later = np.concatenate([program.inputs[~ran[program.reader]], program.outputs])
     values = np.unique(read_later[ran[maker[read_later]]])
-    outputs = list(_run(run, _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment))))
+    part = _at_hand(select_calls(dataclasses.replace(program, outputs=values), segment))
+    first_run = Run(run.planner, grad=run.grad)
+    run.segments.append(first_run)
+    outputs = first_run.finish(part, part.outputs)(part.outputs)
+    kinds = first_run.value_type[outputs]
+    every = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
     work = _Resolution(program, ValueTensors())
-    for column, mine, places in outputs:
-        work.tensors.put(values[mine], column, places)
+    for mine, rows in zip(every, take_results(first_run, [outputs[x] for x in every]), strict=True):
+        needs = first_run.value_needs[outputs[mine]]
+        for need in np.unique(needs).tolist():  # attached to autograd
+            places = np.flatnonzero(needs == need)
+            column = PackedColumn.of_rows(rows if need else rows.detach())
+            work.tensors.put(values[mine[places]], column, places)
     work.resolved |= ran
     return eliminate_dead(work.program_left(table))
-
-
-def _run(run: Run, program: Program) -> Iterator[tuple[PackedColumn, np.ndarray, np.ndarray]]:
-    """The outputs of a program, attached to autograd: a column, which of the outputs are in it, and where."""
-    part = Run(run.planner, grad=run.grad)
-    run.segments.append(part)
-    outputs = part.finish(program, program.outputs)(program.outputs)
-    kinds = part.value_type[outputs]
-    every = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
-    for mine, rows in zip(every, take_results(part, [outputs[x] for x in every]), strict=True):
-        needs = part.value_needs[outputs[mine]]
-        for need in np.unique(needs).tolist():
-            places = np.flatnonzero(needs == need)
-            yield PackedColumn.of_rows(rows if need else rows.detach()), mine[places], places

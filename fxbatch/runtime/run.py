@@ -77,6 +77,7 @@ class Run:
         self.modes: Callable[[], AbstractContextManager[None]] = (
             kernel_modes if self.blocks is None else nullcontext
         )
+        self.runs_in_parts = not grad and self.blocks is None  # whether a phase may stop for packed calls
         self.native = planner.options.native
         self.released = False
 

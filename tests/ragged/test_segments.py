@@ -134,6 +134,23 @@ def test_values_and_gradients(name: str) -> None:
         check_equal(model, sentences(2, [6, 13]), gradients=False)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_runs_them_as_its_phase_begins(name: str, monkeypatch: Any) -> None:
+    """What packed calls wait for is run in the memory of the minibatch, and not as one of its own."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    model(sentences(0, FIRST))
+    monkeypatch.setattr(
+        "fxbatch.runtime.packed_calls._run_first", lambda *args: pytest.fail("a run of its own")
+    )
+    with torch.no_grad():
+        for k in range(3):
+            before = sum(packed_calls(model).values())
+            draw = random.Random(k)
+            check_equal(model, sentences(k, [draw.randint(1, 14) for _ in range(40)]), gradients=False)
+        assert sum(packed_calls(model).values()) >= before + 40
+
+
 @pytest.mark.parametrize("name", ["attention", "rows"])
 def test_new_lengths_build_nothing(name: str) -> None:
     model = MODELS[name]()
