@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from fxbatch.codegen.body import (
     fake_rows,
     fake_shared,
     gradients_of,
+    only_device,
     record,
     run,
 )
@@ -103,7 +104,7 @@ def batch_body(
     input_needs: Sequence[bool],
     shared_needs: Sequence[bool],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: Callable[[], FakeTensorMode],
     zeros: Sequence[tuple[bool, int]] = (),
     recordings: int = 3,
 ) -> Joint:
@@ -114,11 +115,11 @@ def batch_body(
     from being compared with eager, whose numbers of rows are others. One is enough where there is an `only_device`.
     """
     sizes = sample_rows(signature, shared)
-    device = only_device(body, signature, shared) if recordings == 1 else None
+    device = recorded_on(body, signature, shared) if recordings == 1 else None
     needs = [any(input_needs[m] for m in group) for group in layout.groups]
     filled = [any((False, m) in zeros for m in group) for group in layout.groups]
     filled += [(True, i) in zeros for i in range(len(shared))]
-    forms = mode if device is None else None
+    forms = mode() if device is None else None
     recorded: dict[int, tuple[Tape, tuple[bool, ...]]] = {}
     operands = needs, shared_needs, shared, forms, filled
     for n in (sizes[1], sizes[0], sizes[2]):
@@ -133,16 +134,12 @@ def batch_body(
     return _unify([tape for tape in tapes if tape], sizes, present, kinds, device)
 
 
-def only_device(
+def recorded_on(
     body: fx.GraphModule, signature: Signature, shared: Sequence[torch.Tensor]
 ) -> torch.device | None:
-    """The device of all tensors of an operation; None where there are several, where autocast chooses types by it,
-    where numbers are drawn, as nothing is compared then, or where a call gives other forms on "meta"."""
-    devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
-    dense = all(x.layout is torch.strided for x in shared)
-    by_form = dense and not signature.modes.autocast and not signature.operation.random
-    by_form = by_form and not any(node.target is _BATCH_NORM for node in body.graph.nodes)
-    return devices.pop() if len(devices) == 1 and by_form else None
+    """The `only_device` of an operation; None where a call of its body gives other forms on "meta"."""
+    other = any(node.target is _BATCH_NORM for node in body.graph.nodes)
+    return None if other else only_device(signature, shared)
 
 
 # It gives no statistics where it doesn't train, on the CPU alone.

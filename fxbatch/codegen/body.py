@@ -41,7 +41,7 @@ from fxbatch.torch_private import (
     native_kernels,
     run_backward,
 )
-from fxbatch.trace.operations import data_of_tensors
+from fxbatch.trace.operations import WithoutMemory, data_of_tensors
 from fxbatch.trace.state import entered_modes
 
 aten = torch.ops.aten
@@ -343,19 +343,44 @@ def without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def trace_body(signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-    """Trace the body on fake tensors. Raises NotBatchable when it writes to what it was given."""
+def only_device(signature: Signature, shared: Sequence[torch.Tensor]) -> torch.device | None:
+    """The device of all tensors of an operation, of which tensors without memory say all; None where there are several,
+    where autocast chooses types by it, and where numbers are drawn, as nothing is compared then."""
+    devices = {t.device for t in (*signature.inputs, *signature.outputs)} | {x.device for x in shared}
+    dense = all(x.layout is torch.strided for x in shared)
+    by_form = dense and not signature.modes.autocast and not signature.operation.random
+    return devices.pop() if len(devices) == 1 and by_form else None
+
+
+def trace_body(
+    signature: Signature, shared: Sequence[torch.Tensor], mode: Callable[[], FakeTensorMode]
+) -> fx.GraphModule:
+    """Trace the body on tensors without memory, or, where these don't say all of it, on fake ones, which take twice as
+    long and import torch._dynamo. Raises NotBatchable when it writes to what it was given."""
+    if (device := only_device(signature, shared)) is not None:
+        with contextlib.suppress(Exception):  # fake tensors say what is wrong, if anything is
+            body = _trace_body(signature, shared, None)
+            for node in body.graph.nodes:
+                node.kwargs = {**node.kwargs, "device": device} if "device" in node.kwargs else node.kwargs
+            return body
+    return _trace_body(signature, shared, mode())
+
+
+def _trace_body(
+    signature: Signature, shared: Sequence[torch.Tensor], mode: FakeTensorMode | None
+) -> fx.GraphModule:
     inputs = [fake_rows(mode, kind) for kind in signature.inputs]
     count = len(inputs)
 
     def body(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with entered_modes(signature.modes, devices_of(signature)):
             watch = _DetachUnderNoGrad() if signature.modes.grad else contextlib.nullcontext()
-            with watch, TakenApart(), sdpa_kernel(SDPBackend.MATH), native_kernels():
+            outside = WithoutMemory() if mode is None else contextlib.nullcontext()
+            with watch, TakenApart(), outside, sdpa_kernel(SDPBackend.MATH), native_kernels():
                 return signature.run(tensors[:count], tensors[count:])
 
     fakes = [*inputs, *fake_shared(mode, shared)]
-    with without_fast_path(), mode:
+    with without_fast_path(), mode or contextlib.nullcontext():
         tape = record(torch.func.functionalize(body), fakes, decompositions())
         if tape.writes:
             first = tape

@@ -9,13 +9,14 @@ In: a Signature and what needs gradients. Out: OperationGraphs, or Unbatched wit
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
-from fxbatch.codegen.batch import Joint, batch_body, only_device
+from fxbatch.codegen.batch import Joint, batch_body, recorded_on
 from fxbatch.codegen.body import (
     find_groups,
     group_inputs,
@@ -61,7 +62,7 @@ def build_operation(
     try:
         with forget_traces(), warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             warnings.simplefilter("ignore")
-            mode = fake_mode(allow_non_fake_inputs=True)
+            mode = functools.cache(functools.partial(fake_mode, allow_non_fake_inputs=True))
             body = trace_body(signature, shared, mode)
             calls = sum(node.op == "call_function" for node in body.graph.nodes)
             if most is not None and calls > most:
@@ -87,12 +88,12 @@ def _graphs_of(
     signature: Signature,
     needs: tuple[Sequence[bool], Sequence[bool]],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: Callable[[], FakeTensorMode],
 ) -> OperationGraphs:
     """The graphs of a body, compared with eager. They are built again with a gradient of zeros where eager has one and
     these have none (`x.fill_(1)`), and of more recordings where fewer don't tell."""
     zeros: tuple[tuple[bool, int], ...] = ()
-    recordings = 1 if only_device(body, signature, shared) is not None else 2
+    recordings = 1 if recorded_on(body, signature, shared) is not None else 2
     while True:
         content = content_of(body, signature, needs, shared, zeros)
         try:
@@ -156,7 +157,7 @@ def build_joint(
     signature: Signature,
     needs: tuple[Sequence[bool], Sequence[bool]],
     shared: Sequence[torch.Tensor],
-    mode: FakeTensorMode,
+    mode: Callable[[], FakeTensorMode],
     zeros: Sequence[tuple[bool, int]] = (),
     recordings: int = 3,
 ) -> tuple[Joint, Layout, tuple[int, ...]]:

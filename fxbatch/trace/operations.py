@@ -389,6 +389,20 @@ class _CallWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class WithoutMemory(TorchFunctionMode):
+    """Refuses calls that may be others on tensors without memory: they name a device, or ask for one."""
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: object = None
+    ) -> object:
+        asks = func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1))
+        by_name = kwargs if isinstance(kwargs, dict) else {}
+        named = any(isinstance(x, torch.device) or _has_memory(x) for x in (*args, *by_name.values()))
+        if asks or named or by_name.get("device") is not None or func in _OTHER_ON_META:
+            raise BodyError("calls what is other on tensors without memory")
+        return func(*args, **by_name)
+
+
 def _has_memory(x: Any) -> bool:
     """Whether an argument is a tensor, or some, that are not on "meta": some functions take such beside others."""
     if isinstance(x, torch.Tensor):

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
-from fxbatch.codegen import batch
+from fxbatch.codegen import batch, build_operation
 from fxbatch.codegen.body import as_graph, record, run
 from fxbatch.codegen.built import forget
 from fxbatch.codegen.operation_graphs import Unbatched, run_graph
@@ -107,15 +108,67 @@ def test_what_is_recorded_once() -> None:
     assert not isinstance(graphs, Unbatched), graphs
     signature = graphs.signature
     nothing, norm = (fx.GraphModule({}, fx.Graph()) for _ in range(2))
-    assert batch.only_device(nothing, signature, ()) == torch.device("cpu")
+    assert batch.recorded_on(nothing, signature, ()) == torch.device("cpu")
     norm.graph.call_function(torch.ops.aten.native_batch_norm.default)
-    assert batch.only_device(norm, signature, ()) is None, "fewer statistics on the CPU"
-    assert batch.only_device(nothing, signature, [torch.empty(2, device="meta")]) is None
-    assert batch.only_device(nothing, signature, [torch.eye(2).to_sparse()]) is None
+    assert batch.recorded_on(norm, signature, ()) is None, "fewer statistics on the CPU"
+    assert batch.recorded_on(nothing, signature, [torch.empty(2, device="meta")]) is None
+    assert batch.recorded_on(nothing, signature, [torch.eye(2).to_sparse()]) is None
     draws = replace(signature, operation=replace(signature.operation, random=True))
-    assert batch.only_device(nothing, draws, ()) is None
+    assert batch.recorded_on(nothing, draws, ()) is None
     cast = replace(signature, modes=replace(signature.modes, autocast=(("cpu", torch.bfloat16),)))
-    assert batch.only_device(nothing, cast, ()) is None
+    assert batch.recorded_on(nothing, cast, ()) is None
+
+
+class Gates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 8), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.linear(self.norm(x)).chunk(2, -1)
+        return torch.sigmoid(a) * b + torch.arange(4)
+
+
+class AsksForDevice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.full((4,), 2.0, device=x.device)
+
+
+class BranchesOnDevice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (3.0 if x.device.type == "cpu" else 5.0)
+
+
+WITHOUT_FAKES: list[tuple[Any, list[torch.Tensor]]] = [
+    (Gates(), [torch.randn(4)]), (nn.GRUCell(4, 4), [torch.randn(4), torch.randn(4)]),
+    (torch.logsumexp, [torch.randn(4)]), (F.one_hot, [torch.tensor([1, 0])]),
+    (torch.outer, [torch.randn(4), torch.randn(3)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target, inputs", WITHOUT_FAKES)
+def test_bodies_are_traced_on_tensors_without_memory(
+    target: Any, inputs: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fake tensors, whose first use imports torch._dynamo, and of which each call takes longer."""
+    forget()
+    monkeypatch.setattr(build_operation, "fake_mode", lambda **_: pytest.fail("fake tensors"))
+    arguments = (0,) if target is torch.logsumexp else (3,) if target is F.one_hot else ()
+    call = target if isinstance(target, nn.Module) else lambda *x: target(*x, *arguments)
+    graphs, _ = build(call, inputs)
+    assert not isinstance(graphs, Unbatched), graphs
+    assert "meta" not in graphs.forward.code
+
+
+@pytest.mark.parametrize("module, added", [(AsksForDevice(), 2.0), (BranchesOnDevice(), None)])
+def test_bodies_that_ask_for_a_device_are_traced_on_fake_tensors(
+    module: nn.Module, added: float | None
+) -> None:
+    forget()
+    graphs, _ = build(module, [torch.randn(4)])
+    assert not isinstance(graphs, Unbatched), graphs
+    assert "meta" not in graphs.forward.code
+    assert ("3.0" if added is None else "2.0") in graphs.forward.code
 
 
 @pytest.mark.parametrize("name", CASES)
