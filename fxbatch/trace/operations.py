@@ -369,6 +369,8 @@ class _CallWatch(TorchFunctionMode):
         if func in self.one.calls and (result := self.one.of(func, args, kwargs or {})) is not None:
             return result
         if self.device is not None:
+            if any_autocast():  # of the body's own, which casts tensors of its device alone
+                raise BodyError("switches autocast on")
             if any(map(_has_memory, args)) or (kwargs and any(map(_has_memory, kwargs.values()))):
                 raise BodyError("uses a tensor that is none of its operands")
             if func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1)):
@@ -390,7 +392,8 @@ class _CallWatch(TorchFunctionMode):
 
 
 class WithoutMemory(TorchFunctionMode):
-    """Refuses calls that may be others on tensors without memory: they name a device, or ask for one."""
+    """Refuses calls that may be others on tensors without memory: they name a device, or ask for one, or are under an
+    autocast of the body's own."""
 
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: Sequence[object] = (), kwargs: object = None
@@ -398,7 +401,7 @@ class WithoutMemory(TorchFunctionMode):
         asks = func in _OF_DEVICE and not _asked_by_torch(sys._getframe(1))
         by_name = kwargs if isinstance(kwargs, dict) else {}
         named = any(isinstance(x, torch.device) or _has_memory(x) for x in (*args, *by_name.values()))
-        if asks or named or by_name.get("device") is not None or func in _OTHER_ON_META:
+        if asks or named or by_name.get("device") is not None or func in _OTHER_ON_META or any_autocast():
             raise BodyError("calls what is other on tensors without memory")
         return func(*args, **by_name)
 

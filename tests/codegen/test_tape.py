@@ -139,6 +139,24 @@ class BranchesOnDevice(nn.Module):
         return x * (3.0 if x.device.type == "cpu" else 5.0)
 
 
+class CastsByItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_a_body_under_an_autocast_of_its_own_is_traced_on_fake_tensors() -> None:
+    """It casts tensors of its device alone, and none on "meta"."""
+    forget()
+    graphs, _ = build(CastsByItself(), [torch.randn(4)])
+    assert not isinstance(graphs, Unbatched), graphs
+    assert "bfloat16" in graphs.forward.code
+
+
 WITHOUT_FAKES: list[tuple[Any, list[torch.Tensor]]] = [
     (Gates(), [torch.randn(4)]), (nn.GRUCell(4, 4), [torch.randn(4), torch.randn(4)]),
     (torch.logsumexp, [torch.randn(4)]), (F.one_hot, [torch.tensor([1, 0])]),
