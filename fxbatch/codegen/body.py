@@ -362,7 +362,8 @@ def trace_body(
             body = _trace_body(signature, shared, None)
             for node in body.graph.nodes:
                 node.kwargs = {**node.kwargs, "device": device} if "device" in node.kwargs else node.kwargs
-            return body
+            if not any(x.is_meta for x in body.buffers()):  # numbers that the code says: there they are lost
+                return body
     return _trace_body(signature, shared, mode())
 
 

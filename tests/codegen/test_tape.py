@@ -178,6 +178,16 @@ def test_bodies_are_traced_on_tensors_without_memory(
     assert "meta" not in graphs.forward.code
 
 
+@pytest.mark.parametrize(
+    "write", [lambda x: x + x.new([1.0, 2.0, 3.0, 4.0]), lambda x: x.new_tensor([2.0]) * x]
+)
+def test_numbers_that_code_says_are_not_lost(write: Any) -> None:
+    """A tensor on "meta" of such has none."""
+    forget()
+    graphs, _ = build(write, [torch.randn(4)])
+    assert not isinstance(graphs, Unbatched), graphs
+
+
 @pytest.mark.parametrize("module, added", [(AsksForDevice(), 2.0), (BranchesOnDevice(), None)])
 def test_bodies_that_ask_for_a_device_are_traced_on_fake_tensors(
     module: nn.Module, added: float | None
